@@ -1,0 +1,1 @@
+"""The engine: everything that needs torch. It knows nothing about HTTP, queues or text."""

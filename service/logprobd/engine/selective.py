@@ -1,0 +1,175 @@
+"""Selective logprobs: what is asked of each scored token, without a log-softmax over everything.
+
+The idea is that of TRL's pull request 2773 (`selective_log_softmax`): log p(t) = logit_t - logsumexp(logits).
+Here it goes on from there: only rows that predict a completion token reach the head, a chunk of rows at
+a time, so that logits of more than one chunk never exist; the logsumexp is float32 whatever the model's
+dtype; one logsumexp serves every token predicted from the same row at the same temperature; entropy,
+top-k and candidates are read off the same chunk. (Within a chunk that stays in the cache, torch's fused
+log-softmax takes two thirds of the time of its logsumexp.) Nothing is known here of prompts or packing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from logprobd.sequences import FloatArray, IntArray
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Maps hidden rows (rows, hidden_size) to logits (rows, vocab_size)."""
+
+# A temperature beyond these gives the distribution of the limit, to the last bit of a float32.
+COLDEST, HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """The tokens to score, n of them, each predicted from one hidden row.
+
+    Shapes (n,): `rows` (index into the hidden states), `ids`, `temperatures`, `entropy` (is it wanted),
+    `top_logprobs` (how many). Shapes (m,): `candidate_ids` and `candidate_owners`, the token (0 ... n-1)
+    at whose position each is asked for.
+    """
+
+    rows: IntArray
+    ids: IntArray
+    temperatures: FloatArray
+    entropy: NDArray[np.bool_]
+    top_logprobs: IntArray
+    candidate_ids: IntArray
+    candidate_owners: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """The answers, in the order of the targets.
+
+    Shapes: `logprobs` and `entropy` (n,), `top_ids` and `top_logprobs` (n, largest k),
+    `candidate_logprobs` (m,). All of a row's logprobs are NaN where the model gave NaN or +inf.
+    """
+
+    logprobs: FloatArray
+    entropy: FloatArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+    candidate_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """The distinct (row, temperature) pairs `start:end` with every token's logprob, on the device."""
+
+    start: int
+    end: int
+    logprobs: torch.Tensor  # (pairs, vocab_size), float32
+
+
+def select(head: Head, hidden: torch.Tensor, targets: Targets, chunk_rows: int) -> Selected:
+    """Score `targets` from hidden states (num_rows, hidden_size), `chunk_rows` rows of logits at a time."""
+    rows, temperatures, pair_of_token = distinct_pairs(targets)
+    tokens = _Asked(pair_of_token, targets.ids, hidden.device)
+    candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, hidden.device)
+    by_pair = _ByPair(
+        maximum_by(pair_of_token, targets.top_logprobs, len(rows)),
+        maximum_by(pair_of_token, targets.entropy, len(rows)),
+        hidden.device,
+    )
+    for chunk in chunks(head, hidden, rows, temperatures, chunk_rows):
+        tokens.take(chunk)
+        candidates.take(chunk)
+        by_pair.take(chunk)
+    return Selected(
+        logprobs=tokens.in_order_asked(),
+        entropy=by_pair.entropy.cpu().numpy()[pair_of_token],
+        top_ids=by_pair.top_ids.cpu().numpy()[pair_of_token],
+        top_logprobs=by_pair.top_logprobs.cpu().numpy()[pair_of_token],
+        candidate_logprobs=candidates.in_order_asked(),
+    )
+
+
+def distinct_pairs(targets: Targets) -> tuple[NDArray[np.int64], FloatArray, NDArray[np.int64]]:
+    """Rows and temperatures of the distinct pairs, sorted by row, and the pair of each token."""
+    keys = np.stack([targets.rows.astype(np.float64), targets.temperatures.astype(np.float64)], axis=1)
+    distinct, pair_of_token = np.unique(keys, axis=0, return_inverse=True)
+    return distinct[:, 0].astype(np.int64), distinct[:, 1].astype(np.float32), pair_of_token.reshape(-1)
+
+
+def maximum_by(pair_of_token: NDArray[np.int64], values: NDArray[np.generic], num_pairs: int) -> IntArray:
+    """The largest of the tokens' values for each pair."""
+    largest = np.zeros(num_pairs, dtype=np.int32)
+    np.maximum.at(largest, pair_of_token, values.astype(np.int32))
+    return largest
+
+
+def chunks(
+    head: Head, hidden: torch.Tensor, rows: NDArray[np.int64], temperatures: FloatArray, chunk_rows: int
+) -> Iterator[_Chunk]:
+    """Run the head over the pairs, `chunk_rows` at a time, and normalize in float32.
+
+    The row's maximum is subtracted before the division, so that no temperature overflows.
+    """
+    for start in range(0, len(rows), chunk_rows):
+        end = min(start + chunk_rows, len(rows))
+        logits = head(hidden.index_select(0, torch.from_numpy(rows[start:end]).to(hidden.device)))
+        if (temperatures[start:end] != 1).any():
+            divisors = torch.from_numpy(np.clip(temperatures[start:end], COLDEST, HOTTEST)).to(logits.device)
+            logits = logits.float()
+            logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors[:, None])
+        yield _Chunk(start, end, torch.log_softmax(logits, dim=-1, dtype=torch.float32))
+
+
+class _Asked:
+    """Tokens whose logprob is wanted, each under a pair; sorted by pair, those of a chunk stand together."""
+
+    def __init__(self, pairs: NDArray[np.int64], ids: IntArray, device: torch.device) -> None:
+        self._order = np.argsort(pairs, kind="stable")
+        self._pairs = pairs[self._order]
+        self._device_pairs = torch.from_numpy(self._pairs).to(device)
+        self._ids = torch.from_numpy(ids[self._order].astype(np.int64)).to(device)
+        self._logprobs = torch.empty(len(ids), dtype=torch.float32, device=device)
+
+    def take(self, chunk: _Chunk) -> None:
+        begin, end = np.searchsorted(self._pairs, (chunk.start, chunk.end)).tolist()
+        local = self._device_pairs[begin:end] - chunk.start
+        self._logprobs[begin:end] = chunk.logprobs[local, self._ids[begin:end]]
+
+    def in_order_asked(self) -> FloatArray:
+        logprobs = np.empty(len(self._order), dtype=np.float32)
+        logprobs[self._order] = self._logprobs.cpu().numpy()
+        return logprobs
+
+
+class _ByPair:
+    """What is read off a pair's whole distribution, for the pairs that ask for it."""
+
+    def __init__(self, top_logprobs: IntArray, entropy: IntArray, device: torch.device) -> None:
+        self._wants_top, self._wants_entropy = top_logprobs > 0, entropy > 0
+        num_pairs, k = len(top_logprobs), int(top_logprobs.max(initial=0))
+        self.entropy = torch.zeros(num_pairs, dtype=torch.float32, device=device)
+        self.top_ids = torch.zeros((num_pairs, k), dtype=torch.int32, device=device)
+        self.top_logprobs = torch.zeros((num_pairs, k), dtype=torch.float32, device=device)
+
+    def take(self, chunk: _Chunk) -> None:
+        if local := self._wanted(self._wants_entropy, chunk):
+            self.entropy[[chunk.start + row for row in local]] = entropy(chunk.logprobs[local])
+        if local := self._wanted(self._wants_top, chunk):
+            values, ids = chunk.logprobs[local].topk(self.top_ids.shape[1], dim=-1)
+            places = [chunk.start + row for row in local]
+            self.top_ids[places] = ids.int()
+            self.top_logprobs[places] = values
+
+    def _wanted(self, wants: NDArray[np.bool_], chunk: _Chunk) -> list[int]:
+        local: list[int] = np.flatnonzero(wants[chunk.start : chunk.end]).tolist()
+        return local
+
+
+def entropy(logprobs: torch.Tensor) -> torch.Tensor:
+    """-sum p log p in nats of each row (rows, vocab_size), where 0 log 0 is 0.
+
+    The probabilities come from a softmax, which goes row by row: an elementwise exponential would round
+    differently at the ends of the stretches that threads happen to get.
+    """
+    probabilities = torch.softmax(logprobs, dim=-1)
+    return -(probabilities * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(dim=-1)

@@ -1,0 +1,93 @@
+"""What the HTTP process and a worker process say to each other, beside sequences and outcomes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from logprobd.sequences import Outcome
+from logprobd.settings import ModelSettings
+
+Layout = Literal["shared", "padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The identity of the served model, as replies and /info give it."""
+
+    id: str
+    path: str
+    family: str
+    fingerprint: str
+    precision: str
+    head_precision: str
+    vocab_size: int
+    max_positions: int
+    weights_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """A tokenizer as the `tokenizers` library reads it; None for a model without a usable one."""
+
+    json: str | None
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The layout that the self-test chose, the errors it measured (nats) and why.
+
+    `error_*` compare the chosen layout with the model's own forward; `shared_max_error` is that of the
+    shared layout even where it was not chosen, and None where it could not run at all. `layers` says what
+    each layer does with a packed row.
+    """
+
+    layout: Layout
+    max_error: float
+    mean_error: float
+    max_entropy_error: float
+    shared_max_error: float | None
+    reason: str
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a worker: what to load, where, and on how many threads (None: torch's default)."""
+
+    settings: ModelSettings
+    device: str
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A step of a worker's start, for the log."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The worker will never be able to serve: the reason in a sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker serves this model. `memory` is in bytes."""
+
+    model: ModelInfo
+    tokenizer: TokenizerInfo
+    selftest: SelfTest
+    device: str
+    memory: dict[str, int]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The outcomes of one batch, in its order."""
+
+    outcomes: tuple[Outcome, ...]
+    forward_seconds: float

@@ -1,0 +1,106 @@
+"""Every option of the program, declared once: a flag, a LOGPROBD_<NAME> variable and a line of --help."""
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "LOGPROBD_"
+
+Precision = Literal["auto", "float32", "bfloat16", "float16", "autocast"]
+HeadPrecision = Literal["auto", "model", "float32"]
+
+
+def default_cache_dir() -> Path:
+    """The user's cache, where the XDG base directory specification puts it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logprobd"
+
+
+class ModelSettings(BaseSettings):
+    """Which model, and how it is computed."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    model: Annotated[
+        str | None, Field(description="folder, GGUF file or Hub id; without it, the embedded SmolLM2-135M-Instruct")
+    ] = None
+    revision: Annotated[str | None, Field(description="branch, tag or commit of a Hub model")] = None
+    tokenizer: Annotated[str | None, Field(description="folder or Hub id of the tokenizer, if not the model's")] = None
+    devices: Annotated[
+        str, Field(description="auto, cpu, cuda:0,cuda:1 ...; one worker process each, cpu,cpu is legal")
+    ] = "auto"
+    precision: Annotated[
+        Precision,
+        Field(description="auto, float32, bfloat16, float16, or autocast: float32 weights under bfloat16 autocast"),
+    ] = "auto"
+    head_precision: Annotated[
+        HeadPrecision, Field(description="auto or model (the model's own), or float32: of the language model head")
+    ] = "auto"
+    trust_remote_code: Annotated[bool, Field(description="run code that a model folder or Hub repository brings")] = (
+        False
+    )
+    cache_dir: Annotated[Path, Field(description="where converted GGUF files are kept")] = Field(
+        default_factory=default_cache_dir
+    )
+
+    @field_validator("devices")
+    @classmethod
+    def are_devices(cls, devices: str) -> str:
+        names = [name.strip() for name in devices.split(",")]
+        unknown = [name for name in names if not re.fullmatch(r"cpu|cuda:\d+", name)]
+        if unknown and names != ["auto"]:
+            raise ValueError(f"expected auto, or devices such as cpu or cuda:0,cuda:1; got {devices!r}")
+        return ",".join(names)
+
+
+class ServeSettings(ModelSettings):
+    """The options of `logprobd serve`."""
+
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
+    max_batch_tokens: Annotated[int, Field(description="tokens that one forward pass computes at most", ge=1)] = 4096
+    max_sequence_tokens: Annotated[
+        int | None, Field(description="longest prompt and completion together; the model's context without it", ge=2)
+    ] = None
+    max_body_bytes: Annotated[int, Field(description="largest request body", ge=1)] = 64 << 20
+    max_queued_tokens: Annotated[
+        int, Field(description="tokens waiting or running before new requests get a 429", ge=1)
+    ] = 4_000_000
+    request_timeout: Annotated[float, Field(description="seconds until a request is answered 504", gt=0)] = 600.0
+    drain_timeout: Annotated[float, Field(description="seconds for accepted requests to finish on SIGTERM", ge=0)] = (
+        30.0
+    )
+    no_auth: Annotated[bool, Field(description="listen on a public address without an API key")] = False
+    log_format: Annotated[Literal["console", "json"], Field(description="how log lines look")] = "console"
+    api_key: Annotated[
+        SecretStr | None, Field(description="key, or several comma separated, that requests must bring")
+    ] = None
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that open the service; empty where none is asked for."""
+        given = "" if self.api_key is None else self.api_key.get_secret_value()
+        return tuple(key.strip() for key in given.split(",") if key.strip())
+
+    @model_validator(mode="after")
+    def is_not_open_to_the_world(self) -> Self:
+        if not self.api_keys and not self.no_auth and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is reachable from outside: set LOGPROBD_API_KEY, or give --no-auth to go without"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+SECRETS = frozenset({"api_key"})
+"""Options that come from the environment only: a flag would show in the list of processes."""
