@@ -1,0 +1,104 @@
+"""Admits jobs under a token limit, hands batches to whoever has a free worker, and answers each waiter once.
+
+It never sleeps to wait for company: a batch grows while the one before it runs.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from logprobd.errors import ApiError
+from logprobd.messages import Layout
+from logprobd.sequences import Failure, Outcome, Sequence
+from logprobd.waiting import Entry, Job, Waiting
+
+Score = Callable[[list[Sequence]], Awaitable[list[Outcome]]]
+
+log = structlog.get_logger(__name__)
+
+
+class Batcher:
+    """One queue in front of all workers."""
+
+    def __init__(self, *, max_batch_tokens: int, max_queued_tokens: int, layout: Layout) -> None:
+        self.max_queued_tokens = max_queued_tokens
+        self.tokens = 0  # admitted and not yet answered
+        self._waiting = Waiting(max_batch_tokens, layout)
+        self._waiters: dict[Job, asyncio.Future[None]] = {}
+        self._arrived = asyncio.Event()
+        self._tokens_per_second = 1000.0  # a guess until the first batch is measured
+
+    @property
+    def num_jobs(self) -> int:
+        """Requests admitted and not yet answered."""
+        return len(self._waiters)
+
+    async def submit(self, job: Job) -> list[Outcome]:
+        """All outcomes of a job, in order. Cancelling the call takes its waiting sequences out of the queue."""
+        self._admit(job)
+        waiter = self._waiters[job] = asyncio.get_running_loop().create_future()
+        self._waiting.add(job)
+        self._arrived.set()
+        self._settle_if_answered(job)
+        try:
+            await waiter
+        finally:
+            self.tokens -= sum(job.costs[index] for index in self._waiting.remove(job))
+            self._waiters.pop(job, None)
+        return job.all_outcomes()
+
+    def _admit(self, job: Job) -> None:
+        if job.tokens > self.max_queued_tokens:
+            raise ApiError(
+                "request_too_large",
+                f"the request has {job.tokens} tokens; the limit is {self.max_queued_tokens}; send it in parts",
+            )
+        if self.tokens + job.tokens > self.max_queued_tokens:
+            raise ApiError(
+                "overloaded",
+                f"{self.tokens} tokens are queued; with the request's {job.tokens} that is more than "
+                f"{self.max_queued_tokens}",
+                retry_after=max(1, math.ceil(self.tokens / self._tokens_per_second)),
+            )
+        self.tokens += job.tokens
+
+    async def serve(self, score: Score) -> None:
+        """Feed one worker for ever: take, run, give back."""
+        while True:
+            entries = self._waiting.take()
+            if not entries:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            started = time.perf_counter()
+            outcomes = await self._outcomes(score, [entry.sequence for entry in entries])
+            self._answer(entries, outcomes)
+            self._measure(entries, time.perf_counter() - started)
+
+    async def _outcomes(self, score: Score, sequences: list[Sequence]) -> list[Outcome]:
+        """The outcomes of a batch; whatever goes wrong becomes the outcome of each of its sequences."""
+        try:
+            return await score(sequences)
+        except Exception:
+            log.exception("a batch failed", sequences=len(sequences))
+            return [Failure("internal", "the batch failed; the log says why")] * len(sequences)
+
+    def _answer(self, entries: list[Entry], outcomes: list[Outcome]) -> None:
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            self.tokens -= entry.job.costs[entry.index]
+            entry.job.answer(entry.index, outcome)
+        for job in {entry.job for entry in entries}:
+            self._settle_if_answered(job)
+
+    def _settle_if_answered(self, job: Job) -> None:
+        waiter = self._waiters.get(job)
+        if job.num_unanswered == 0 and waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _measure(self, entries: list[Entry], seconds: float) -> None:
+        """Keep a moving average of the speed, for Retry-After."""
+        tokens = sum(entry.job.costs[entry.index] for entry in entries)
+        self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * tokens / max(seconds, 1e-3)

@@ -1,0 +1,143 @@
+"""The command line: `logprobd serve` and `logprobd check`."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar, get_args
+
+import structlog
+import uvicorn
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from logprobd import __version__, logs
+from logprobd.app import create_app
+from logprobd.errors import field_path
+from logprobd.service import Service
+from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, ServeSettings
+from logprobd.supervisor import ModelRefused
+
+S = TypeVar("S", bound=ModelSettings)
+
+log = structlog.get_logger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code. What cannot start says so in one line and returns 2."""
+    given = vars(build_parser().parse_args(arguments))
+    command = given.pop("command")
+    refuse_unknown_variables()
+    if command == "check":
+        return check(load_settings(ModelSettings, given))
+    return serve(load_settings(ServeSettings, given))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="logprobd", description="Per-token logprobs of given completions, over HTTP.")
+    parser.add_argument("--version", action="version", version=f"logprobd {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, settings, summary in (
+        ("serve", ServeSettings, "serve a model over HTTP"),
+        ("check", ModelSettings, "load a model, compare with its own forward and say how it would be served"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        for option, field in settings.model_fields.items():
+            if option not in SECRETS:
+                add_option(command, option, field)
+    return parser
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """One field of the settings as a flag. Left out, it stays unset: variables and defaults come after."""
+    flag = "--" + name.replace("_", "-")
+    text = f"{field.description} ({ENV_PREFIX}{name.upper()})".replace("%", "%%")
+    if field.annotation is bool:
+        parser.add_argument(flag, dest=name, action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    if field.default is not None and field.default_factory is None:
+        text += f" [{field.default}]"
+    parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=metavar_of(field), help=text)
+
+
+def metavar_of(field: FieldInfo) -> str:
+    kinds = (field.annotation, *get_args(field.annotation))
+    return "N" if int in kinds else "SECONDS" if float in kinds else "VALUE"
+
+
+def load_settings(settings: type[S], given: dict[str, Any]) -> S:
+    """Settings from flags, then variables, then defaults; exits with 2 and one line if they are impossible."""
+    try:
+        return settings(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = field_path(first["loc"])
+        option = f"--{name.replace('_', '-')}: " if name else ""
+        refuse(f"{option}{first['msg'].removeprefix('Value error, ')}")
+
+
+def refuse_unknown_variables() -> None:
+    known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    if unknown:
+        refuse(f"unknown variable {', '.join(unknown)}; `logprobd serve --help` lists those that there are")
+
+
+def refuse(message: str) -> NoReturn:
+    print(f"logprobd: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check(settings: ModelSettings) -> int:
+    """Print how a model would be served; 1 if it would not be."""
+    from logprobd.engine.check import run_check  # torch is this command's own: `serve` must not import it
+
+    return run_check(settings)
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until SIGTERM or SIGINT; 0 after a drain, 1 if the model is refused or the port is taken."""
+    logs.configure(settings.log_format)
+    log.info("starting", version=__version__, **settings.model_dump(mode="json", exclude=set(SECRETS)))
+    service = Service(settings)
+    config = uvicorn.Config(
+        create_app(service), settings.host, settings.port, log_config=None, access_log=False, server_header=False
+    )
+    return asyncio.run(run_until_stopped(service, _Server(config)))
+
+
+async def run_until_stopped(service: Service, server: "_Server") -> int:
+    """Serve HTTP at once, while the model loads; on a signal drain first, then close."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    serving = asyncio.create_task(server.serve())
+    working = asyncio.create_task(service.run())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        log.info("draining")
+        await service.drain()
+    server.should_exit = True
+    failed = working.done() or not server.started
+    await asyncio.gather(serving, return_exceptions=True)
+    working.cancel()
+    try:
+        await working
+    except ModelRefused as refused:
+        log.error("model refused", reason=str(refused))
+    except asyncio.CancelledError:
+        pass
+    stopping.cancel()
+    return 1 if failed else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: a signal must not close the listener before the drain."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
