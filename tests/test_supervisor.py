@@ -1,0 +1,70 @@
+"""What becomes of a batch whose worker dies: tried again, then split until only the culprit is left."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import pytest
+
+from logprobd.messages import Start
+from logprobd.sequences import Failure, Options, Outcome, Scores, Sequence
+from logprobd.settings import ModelSettings
+from logprobd.supervisor import Supervisor, Worker, WorkerDiedError, start_messages
+
+
+def sequence_of(number: int) -> Sequence:
+    ids = np.array([number], dtype=np.int32)
+    return Sequence(ids, ids, Options())
+
+
+@dataclass
+class ScriptedWorker:
+    """Dies of every batch that holds a poisonous sequence, and of the first `deaths` batches anyway."""
+
+    poison: set[int]
+    deaths: int = 0
+    batches: list[list[int]] = field(default_factory=list)
+    start_message: Start = field(default_factory=lambda: Start(ModelSettings(), "cpu", None))
+
+    async def score(self, sequences: list[Sequence]) -> list[Outcome]:
+        numbers = [int(sequence.completion[0]) for sequence in sequences]
+        self.batches.append(numbers)
+        if self.deaths or self.poison & set(numbers):
+            self.deaths = max(0, self.deaths - 1)
+            raise WorkerDiedError
+        return [Scores(s.completion.astype(np.float32), None, None, None, None, 1) for s in sequences]
+
+
+def score(worker: ScriptedWorker, numbers: range) -> list[Outcome]:
+    sequences = [sequence_of(number) for number in numbers]
+    return asyncio.run(Supervisor(ModelSettings()).score(cast(Worker, worker), sequences))
+
+
+def test_a_batch_that_lost_its_worker_once_is_tried_again_whole() -> None:
+    worker = ScriptedWorker(poison=set(), deaths=1)
+    outcomes = score(worker, range(5))
+
+    assert [outcome.logprobs[0] for outcome in outcomes if isinstance(outcome, Scores)] == [0, 1, 2, 3, 4]
+    assert worker.batches == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("poison", [{0}, {6}, {12}, {3, 4}, {0, 12}])
+def test_only_the_sequence_that_kills_workers_fails(poison: set[int]) -> None:
+    outcomes = score(ScriptedWorker(poison), range(13))
+
+    for number, outcome in enumerate(outcomes):
+        if number in poison:
+            assert isinstance(outcome, Failure)
+            assert outcome.code == "worker_crashed"
+        else:
+            assert isinstance(outcome, Scores)
+            assert outcome.logprobs[0] == number
+
+
+def test_workers_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+    assert [start.threads for start in start_messages(ModelSettings(devices="cpu,cpu"))] == [4, 4]
+    assert [start.threads for start in start_messages(ModelSettings(devices="cpu"))] == [None]
+    assert [start.device for start in start_messages(ModelSettings(devices="cuda:0, cuda:1"))] == ["cuda:0", "cuda:1"]
