@@ -104,8 +104,8 @@ def test_rows_after_the_last_token_stay_finite_and_unseen() -> None:
     query, key, value = torch.randn(3, 2, tree.num_tokens + 5, 16, generator=random)
     kernel = NodeKernel(tree, CPU)
     got = kernel.attend(query, key, value, scaling=0.4, window=None, softcap=None, sinks=None)
-    inside = [tensor[:, : tree.num_tokens] for tensor in (query, key, value)]
-    expected = dense_tree_attention(*inside, tree, 0.4, None, None, None)
+    query, key, value = (tensor[:, : tree.num_tokens] for tensor in (query, key, value))
+    expected = dense_tree_attention(query, key, value, tree, 0.4, None, None, None)
 
     assert got.shape == (tree.num_tokens + 5, 2, 16)
     assert got.isfinite().all()
@@ -159,12 +159,14 @@ def block_truth(kernel: FlexTreeKernel, window: int | None) -> tuple[np.ndarray[
 
 
 def trees_of_blocks() -> list[PrefixTree]:
-    """Trees of up to nine blocks: deep, bushy, many small ones, and rows that end a block exactly."""
+    """Trees of up to nine blocks: deep, bushy, many small ones, and ends at and beside those of blocks."""
     random = np.random.default_rng(0)
     unrelated = pack([ids_of([root, *random.integers(0, 9, 60).tolist()]) for root in range(15)])
     aligned = pack([ids_of([root] * BLOCK) for root in range(4)])
     shared = pack([ids_of([1] * (2 * BLOCK) + [root] * BLOCK) for root in range(2, 6)])
-    return [branching_tree(700, 1), branching_tree(1000, 2), branching_tree(40, 3), unrelated, aligned, shared]
+    just_over, just_under = (pack([ids_of([1] * n), ids_of([2] * 200)]) for n in (BLOCK + 1, 2 * BLOCK - 1))
+    branching = [branching_tree(700, 1), branching_tree(1000, 2), branching_tree(40, 3)]
+    return [*branching, unrelated, aligned, shared, just_over, just_under]
 
 
 @pytest.mark.parametrize("tree", trees_of_blocks())

@@ -186,8 +186,6 @@ def test_the_order_of_a_batch_does_not_matter(scorer: Scorer) -> None:
     assert computed(shuffled) == computed(outcomes)
     for index, outcome in zip(order, shuffled, strict=True):
         assert_as_own_forward(scorer.model, sequences[index], outcome)
-        assert isinstance(outcome, Scores)
-        assert outcome.logprobs.tolist() == outcomes[index].logprobs.tolist()  # type: ignore[union-attr]
 
 
 def test_no_sequences_have_no_outcomes(scorer: Scorer) -> None:
@@ -211,6 +209,7 @@ def test_a_longrope_model_scores_both_sides_of_its_boundary_in_one_call(layout: 
 
     for sequence, outcome in zip(sequences, scorer.score(sequences), strict=True):
         assert_as_own_forward(scorer.model, sequence, outcome)
+        assert_as_own_forward(scorer.model, sequence, scorer.score([sequence])[0])
 
 
 def test_the_boundary_of_longrope_is_worth_testing() -> None:
@@ -272,7 +271,7 @@ def test_other_errors_of_the_model_are_raised(scorer: Scorer) -> None:
 def test_nan_fails_the_sequence_that_meets_it_and_no_other(layout: Layout, backend: Backend | None) -> None:
     torch._dynamo.reset()
     model = tiny_llama(VOCAB)
-    model.get_input_embeddings().weight.data[VOCAB - 1] = float("nan")
+    model.model.embed_tokens.weight.data[VOCAB - 1] = float("nan")
     scorer = Scorer(loaded(model), layout, backend)
     prompt = [1, 2, 3, 4]
     sequences = [sequence_of(prompt, [5, 6, 7]), sequence_of(prompt, [5, VOCAB - 1, 8]), sequence_of([9, 8], [7, 6])]
@@ -286,7 +285,7 @@ def test_nan_fails_the_sequence_that_meets_it_and_no_other(layout: Layout, backe
 
 def test_nan_does_not_reach_a_sequence_that_ends_before_it(layout: Layout) -> None:
     model = tiny_llama(VOCAB)
-    model.get_input_embeddings().weight.data[VOCAB - 1] = float("nan")
+    model.model.embed_tokens.weight.data[VOCAB - 1] = float("nan")
     scorer = Scorer(loaded(model), layout)
     sequences = [sequence_of([1, 2, 3], [4, 5]), sequence_of([1, 2, 3], [4, 5, VOCAB - 1, 6])]
     outcomes = scorer.score(sequences)

@@ -55,17 +55,24 @@ class FlexTreeKernel:
         num_rows = query.shape[1]
         query, key, value = (self._pad(tensor) for tensor in (query, key, value))
         reaching = window if window is not None and window < self.longest else None
-        out, aux = compiled_flex_attention()(
+        asked = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
+        # On a CPU no logsumexp comes out of the compiled kernel yet; the eager one is slow, and the same.
+        eager = sinks is not None and self.device.type == "cpu"
+        plain: Any = flex_attention
+        kernel = plain if eager else compiled_flex_attention()
+        result = kernel(
             query,
             key,
             value,
-            score_mod=None if softcap is None else softcap_mod(softcap),
+            score_mod=None if softcap is None else softcap_mod(softcap, self.device),
             block_mask=self._mask(reaching),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            return_aux=AuxRequest(lse=True),
+            **asked,
         )
+        out = result
         if sinks is not None:
+            out, aux = result
             out = out * torch.sigmoid(aux.lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
         attended: torch.Tensor = out[0, :, :num_rows].transpose(0, 1)
         return attended
@@ -104,11 +111,13 @@ class FlexTreeKernel:
         return in_window
 
 
-def softcap_mod(softcap: float) -> Callable[..., torch.Tensor]:
+def softcap_mod(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
     """Gemma's `cap * tanh(score / cap)` as FlexAttention's score function."""
 
+    cap = torch.tensor(softcap, device=device)  # a tensor, like the window
+
     def apply(score: torch.Tensor, *_indices: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     return apply
 

@@ -63,6 +63,15 @@ class Scorer:
     @torch.inference_mode()
     def score(self, sequences: Seq[Sequence]) -> list[Outcome]:
         """One outcome a sequence, in order. Out of memory halves the batch; it is never raised."""
+        outcomes = self._score_within_memory(sequences)
+        # A NaN reaches others of its batch through attention (masked, it counts zero times NaN): alone,
+        # only the sequence that it belongs to still has it.
+        suspects = [index for index, outcome in enumerate(outcomes) if is_non_finite(outcome)]
+        for index in suspects if len(sequences) > 1 else ():
+            outcomes[index] = self._score_within_memory([sequences[index]])[0]
+        return outcomes
+
+    def _score_within_memory(self, sequences: Seq[Sequence]) -> list[Outcome]:
         try:
             return self._score(sequences)
         except RuntimeError as error:
@@ -73,7 +82,7 @@ class Scorer:
         if len(sequences) == 1:
             return [Failure("out_of_memory", f"a sequence of {sequences[0].num_tokens} tokens does not fit in memory")]
         middle = len(sequences) // 2
-        return self.score(sequences[:middle]) + self.score(sequences[middle:])
+        return self._score_within_memory(sequences[:middle]) + self._score_within_memory(sequences[middle:])
 
     def _score(self, sequences: Seq[Sequence]) -> list[Outcome]:
         classes: dict[int, list[int]] = defaultdict(list)
@@ -150,6 +159,10 @@ def scored_positions(sequence: Sequence) -> slice:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """torch has a class of its own for this on CUDA, and only a sentence on a CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def is_non_finite(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and outcome.code == "non_finite_logits"
 
 
 def nothing_to_score(sequence: Sequence) -> Scores:

@@ -91,7 +91,8 @@ def select(head: Head, hidden: torch.Tensor, targets: Targets, chunk_rows: int) 
 
 def distinct_pairs(targets: Targets) -> tuple[NDArray[np.int64], FloatArray, NDArray[np.int64]]:
     """Rows and temperatures of the distinct pairs, sorted by row, and the pair of each token."""
-    keys = np.stack([targets.rows.astype(np.float64), targets.temperatures.astype(np.float64)], axis=1)
+    temperatures = np.clip(targets.temperatures.astype(np.float64), COLDEST, HOTTEST)
+    keys = np.stack([targets.rows.astype(np.float64), temperatures], axis=1)
     distinct, pair_of_token = np.unique(keys, axis=0, return_inverse=True)
     return distinct[:, 0].astype(np.int64), distinct[:, 1].astype(np.float32), pair_of_token.reshape(-1)
 
@@ -114,7 +115,7 @@ def chunks(
         end = min(start + chunk_rows, len(rows))
         logits = head(hidden.index_select(0, torch.from_numpy(rows[start:end]).to(hidden.device)))
         if (temperatures[start:end] != 1).any():
-            divisors = torch.from_numpy(np.clip(temperatures[start:end], COLDEST, HOTTEST)).to(logits.device)
+            divisors = torch.from_numpy(temperatures[start:end]).to(logits.device)
             logits = logits.float()
             logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors[:, None])
         yield _Chunk(start, end, torch.log_softmax(logits, dim=-1, dtype=torch.float32))
