@@ -25,9 +25,13 @@ GRID = [  # prompt tokens, completions, tokens a completion
 ]
 
 
-def allowed_error(num_tokens: int) -> float:
-    """Past 1,000 tokens two float32 layouts of the same forward differ by more."""
-    return 3e-4 if num_tokens > 1000 else 1e-4
+def allowed_error(num_tokens: int, temperature: float) -> float:
+    """Past 1,000 tokens two float32 layouts of the same forward differ by more.
+
+    Below a temperature of 1 the rounding of both forwards' logits is divided by it too. The model's own float32
+    forward is up to 1.4e-4 from its float64 forward (at temperature 1), and not the same from run to run.
+    """
+    return (3e-4 if num_tokens > 1000 else 1e-4) / min(temperature, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +76,13 @@ def test_every_number_is_that_of_the_models_own_forward(
     group = {"prompt": prompt, "completions": completions, "candidate_ids": candidates}
     body = {"groups": [group], "entropy": True, "top_logprobs": 5}
     answers = {t: groups_of(embedded_service.post({**body, "temperature": t}))[0] for t in TEMPERATURES}
-    limit = allowed_error(num_prompt + length)
 
     for index, completion in enumerate(completions):
         logits = own_logits(embedded_model, prompt, completion)
         for temperature, answer in answers.items():
-            check_completion(
-                answer[index], (logits / temperature).log_softmax(-1), completion, candidates[index], limit
-            )
+            own = (logits / temperature).log_softmax(-1)
+            limit = allowed_error(num_prompt + length, temperature)
+            check_completion(answer[index], own, completion, candidates[index], limit)
 
 
 def check_completion(
@@ -92,8 +95,7 @@ def check_completion(
     assert np.abs(np.array(got["logprobs"]) - expected[rows, completion]).max() < limit
     assert np.abs(np.array(got["entropy"]) - entropy).max() < limit
     assert np.abs(np.array(got["top_logprobs"]) - own.topk(5).values.numpy()).max() < limit
-    # Random tokens are unlikely ones, at -30 and below: twice the rounding of their logits is in the number.
-    assert np.abs(np.array(got["candidate_logprobs"]) - expected[rows[:, None], candidates]).max() < 2 * limit
+    assert np.abs(np.array(got["candidate_logprobs"]) - expected[rows[:, None], candidates]).max() < limit
     assert np.abs(expected[rows[:, None], got["top_ids"]] - own.topk(5).values.numpy()).max() < limit
 
 
