@@ -5,7 +5,9 @@ socket pair. Nothing here knows what a batch means.
 """
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +48,10 @@ class _Process:
     connection: "Connection[Any, Any]"
 
     def kill(self) -> None:
+        """Not by asyncio's own kill: that polls first, and may take the exit status from whoever waits for it."""
         if self.process.returncode is None:
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -151,7 +155,7 @@ class Worker:
 
 
 class Supervisor:
-    """All workers. `first_ready` is what they serve, from the moment that one of them does."""
+    """All workers, one a device."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self.workers = [Worker(message) for message in start_messages(settings)]
