@@ -19,7 +19,7 @@ from logprobd.app import create_app
 from logprobd.errors import field_path
 from logprobd.service import Service
 from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, ServeSettings
-from logprobd.supervisor import ModelRefused
+from logprobd.supervisor import REPRODUCIBLE_MKL, ModelRefused
 
 S = TypeVar("S", bound=ModelSettings)
 
@@ -93,6 +93,7 @@ def refuse(message: str) -> NoReturn:
 
 def check(settings: ModelSettings) -> int:
     """Print how a model would be served; 1 if it would not be."""
+    os.environ.update(REPRODUCIBLE_MKL | os.environ)  # as in a worker, and before MKL is loaded
     from logprobd.engine.check import run_check  # torch is this command's own: `serve` must not import it
 
     return run_check(settings)
