@@ -43,14 +43,19 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
+def own_logits(model: PreTrainedModel, prompt: Seq[int] | IntArray, completion: Seq[int] | IntArray) -> torch.Tensor:
+    """The logits (n, vocab_size) that predict a completion of n tokens, computed alone, as float64."""
+    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
+    with own_attention(model):
+        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    return logits[len(prompt) - 1 : len(ids) - 1]
+
+
 def own_distribution(
     model: PreTrainedModel, prompt: IntArray, completion: IntArray, temperature: float = 1.0
 ) -> FloatArray64:
     """The log-softmax rows (n, vocab_size) that predict a completion of n tokens, computed alone."""
-    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
-    with own_attention(model):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
-    scored = logits[len(prompt) - 1 : len(ids) - 1]
+    scored = own_logits(model, prompt, completion)
     scored = (scored - scored.amax(dim=-1, keepdim=True)) / temperature
     rows: FloatArray64 = scored.log_softmax(dim=-1).numpy()
     return rows

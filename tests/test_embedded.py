@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from oracle import own_logits
 from running import ROOT, Running
 
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -44,13 +45,6 @@ def real_ids(tokenizer: Any) -> list[int]:
     """Token ids of real prose: the licence."""
     ids: list[int] = tokenizer((ROOT / "LICENSE").read_text())["input_ids"]
     return ids
-
-
-@torch.inference_mode()
-def own_logits(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """The rows that predict the completion, in float64: (completion tokens, vocabulary)."""
-    logits: torch.Tensor = model(input_ids=torch.tensor([prompt + completion])).logits[0]
-    return logits[len(prompt) - 1 : -1].double()
 
 
 def groups_of(reply: httpx.Response) -> list[list[dict[str, Any]]]:

@@ -90,4 +90,3 @@ class Scored:
     """The outcomes of one batch, in its order."""
 
     outcomes: tuple[Outcome, ...]
-    forward_seconds: float

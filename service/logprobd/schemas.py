@@ -61,25 +61,16 @@ def parse_candidates(value: Any) -> Candidates:
         try:
             lists.append(parse_ids(ids))
         except PydanticCustomError as error:
-            places = [place, *([error.context["place"]] if error.context and "place" in error.context else [])]
-            raise PydanticCustomError(
-                "id", error.message_template, {**(error.context or {}), "place": places}
-            ) from None
+            context = error.context or {}
+            places = [place, *([context["place"]] if "place" in context else [])]
+            raise PydanticCustomError("id", error.message_template, {**context, "place": places}) from None
     lengths = np.array([len(ids) for ids in lists], dtype=np.int32)
     return Candidates(np.concatenate([np.zeros(0, dtype=np.int32), *lists]), lengths)
 
 
 def kind_of(value: Any) -> str:
     """A value's type in JSON's words."""
-    names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return "null" if value is None else names[type(value)]
+    return _KINDS[type(value)]
 
 
 def refuse_boolean(value: Any) -> Any:

@@ -21,6 +21,7 @@ class Job:
 
     sequences: list[Sequence]
     costs: list[int] = field(init=False)
+    tokens: int = field(init=False)  # all costs together
     pending: OrderedDict[bytes, deque[int]] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
     num_unanswered: int = field(init=False)
@@ -32,12 +33,9 @@ class Job:
             key = keys.get(id(sequence.prompt)) or keys.setdefault(id(sequence.prompt), sequence.prompt.tobytes())
             self.costs.append(len(sequence.completion) + (0 if key in self.pending else len(sequence.prompt)))
             self.pending.setdefault(key, deque()).append(index)
+        self.tokens = sum(self.costs)
         self.outcomes = [None] * len(self.sequences)
         self.num_unanswered = len(self.sequences)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.costs)
 
     def answer(self, index: int, outcome: Outcome) -> None:
         """Record one sequence's outcome. Each is answered exactly once."""

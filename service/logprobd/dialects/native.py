@@ -31,8 +31,9 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A group as sequences, and whether its tokens are to be spelled out in the reply."""
+    """A group as sequences, its place in the request, and whether its tokens are spelled out in the reply."""
 
+    place: tuple[int | str, ...]
     prompt: IntArray
     sequences: list[Sequence]
     spell_prompt: bool
@@ -127,7 +128,7 @@ class _GroupPlanner:
             self._check_length(sequence, number)
             sequences.append(sequence)
         spell = [self._request.tokens or isinstance(wire, str) for wire in group.completions]
-        return PlannedGroup(prompt, sequences, text or self._request.tokens, spell)
+        return PlannedGroup(self._place, prompt, sequences, text or self._request.tokens, spell)
 
     def _encode_prompt(self, prompt: str | IntArray) -> IntArray:
         if isinstance(prompt, str):
@@ -162,8 +163,8 @@ class _GroupPlanner:
                 "candidate_ids",
                 number,
             )
-        owners = np.repeat(np.arange(len(asked.lengths)), asked.lengths)
         if (bad := self._first_bad(asked.ids)) is not None:
+            owners = np.repeat(np.arange(len(asked.lengths)), asked.lengths)
             token = int(owners[bad])
             within = bad - int(np.searchsorted(owners, token))
             raise self._bad_id(int(asked.ids[bad]), "candidate_ids", number, token, within)
@@ -221,10 +222,9 @@ def reply(plan: Plan, outcomes: list[Outcome], served: ServedModel) -> bytes:
 
 def places(plan: Plan) -> Iterable[str]:
     """The field path of each completion, in order."""
-    for number, group in enumerate(plan.groups):
-        prefix: tuple[int | str, ...] = () if plan.request.groups is None else ("groups", number)
+    for group in plan.groups:
         for index in range(len(group.sequences)):
-            yield field_path((*prefix, "completions", index))
+            yield field_path((*group.place, "completions", index))
 
 
 def scores_or_raise(place: str, outcome: Outcome) -> Scores:

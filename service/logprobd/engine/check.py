@@ -4,10 +4,9 @@ import sys
 
 import torch
 
-from logprobd.engine.model import ModelRefusedError, load
+from logprobd.engine.model import ModelRefusedError, find_device, load, weight_bytes
 from logprobd.engine.scorer import HEAD_CHUNK_BYTES
 from logprobd.engine.selftest import choose_scorer
-from logprobd.engine.worker import find_device, weight_bytes
 from logprobd.messages import SelfTest
 from logprobd.settings import ModelSettings
 

@@ -49,6 +49,20 @@ class Source:
     name: str
 
 
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the first GPU, or the CPU where there is none."""
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelRefusedError(f"--devices {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def load(settings: ModelSettings, device: torch.device, tell: Callable[[str], None] = print) -> LoadedModel:
     """Load what the settings name; raises ModelRefusedError with a sentence if it cannot be.
 

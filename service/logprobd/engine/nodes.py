@@ -8,7 +8,6 @@ the time and give up both.)
 """
 
 import math
-from functools import cached_property
 
 import torch
 
@@ -46,7 +45,7 @@ class NodeKernel:
         # The fused kernel has one head size; DeepSeek's values are narrower than its keys.
         value = torch.nn.functional.pad(value, (0, dim - value_dim)) if value_dim < dim else value
         band = self._band(window if window is not None and window < self.longest else None, query.dtype)
-        layer = _Layer(query, key, value, band, scaling, softcap)
+        layer = _Layer(query, key, value, band, scaling, softcap, keeps_lse=sinks is not None)
         for node in self.nodes:
             layer.attend(node)
         if sinks is not None:
@@ -100,7 +99,7 @@ class _Layer:
     """One layer's attention under way.
 
     Query heads that share a key head are folded: query (kv_heads, per_kv, rows, dim), key and value
-    (kv_heads, rows, dim), out (rows, kv_heads, per_kv, dim), lse (rows, kv_heads, per_kv).
+    (kv_heads, rows, dim), out (rows, kv_heads, per_kv, dim), lse (rows, kv_heads, per_kv) where sinks need it.
     """
 
     def __init__(
@@ -111,6 +110,8 @@ class _Layer:
         band: _Band,
         scaling: float,
         softcap: float | None,
+        *,
+        keeps_lse: bool,
     ) -> None:
         heads, num_rows, dim = query.shape
         kv_heads = key.shape[0]
@@ -120,10 +121,7 @@ class _Layer:
         self.band, self.scaling, self.softcap = band, scaling, softcap
         # Zeros: rows that belong to no node (padding) must stay finite.
         self.out = query.new_zeros((num_rows, kv_heads, self.per_kv, dim))
-
-    @cached_property
-    def lse(self) -> torch.Tensor:
-        return self.out.new_zeros(self.out.shape[:-1], dtype=torch.float32)
+        self.lse = self.out.new_zeros(self.out.shape[:-1], dtype=torch.float32) if keeps_lse else None
 
     def attend(self, node: _PlacedNode) -> None:
         """Attention of a node's tokens to their path."""
@@ -148,10 +146,12 @@ class _Layer:
         else:
             out, lse = attend_with_softcap(query, key, value, mask, self.scaling, self.softcap)
         self.out[rows] = out.permute(2, 0, 1, 3)
-        self.lse[rows] = lse.permute(2, 0, 1)
+        if self.lse is not None:
+            self.lse[rows] = lse.permute(2, 0, 1)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """A sink is one more key of a head with this score and a value of zero (gpt-oss)."""
+        assert self.lse is not None, "sinks for a layer that kept no logsumexp. This is a bug."
         by_head = sinks.float().reshape(self.lse.shape[1:])
         self.out.mul_(torch.sigmoid(self.lse - by_head)[..., None].to(self.out.dtype))
 

@@ -101,7 +101,7 @@ class Scorer:
             hidden = self._shared(sequences) if self.layout == "shared" else self._padded(sequences)
             targets = targets_of(sequences, hidden.rows)
             selected = select(self.head, hidden.states, targets, self._chunk_rows)
-        return split(selected, targets, sequences, hidden.computed)
+        return split(selected, sequences, hidden.computed)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.loaded.autocast else nullcontext()
@@ -202,7 +202,7 @@ def targets_of(sequences: list[Sequence], rows: Seq[IntArray]) -> Targets:
     )
 
 
-def split(selected: Selected, targets: Targets, sequences: list[Sequence], computed: IntArray) -> list[Outcome]:
+def split(selected: Selected, sequences: list[Sequence], computed: IntArray) -> list[Outcome]:
     """Hand the answers of a batch to its sequences."""
     outcomes: list[Outcome] = []
     token = candidate = 0

@@ -20,7 +20,7 @@ from logprobd.sequences import FloatArray, IntArray
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Maps hidden rows (rows, hidden_size) to logits (rows, vocab_size)."""
 
-# A temperature beyond these gives the distribution of the limit, to the last bit of a float32.
+# What a float32 can divide by: temperatures beyond these count as the nearest of them.
 COLDEST, HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

@@ -6,14 +6,13 @@ end is closed, so it never outlives the service.
 
 import signal
 import sys
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import transformers
 
-from logprobd.engine.model import ModelRefusedError, load
+from logprobd.engine.model import ModelRefusedError, find_device, load, weight_bytes
 from logprobd.engine.scorer import HEAD_CHUNK_BYTES, Scorer
 from logprobd.engine.selftest import choose_scorer
 from logprobd.messages import Loading, Ready, Refused, Scored, Start
@@ -50,27 +49,10 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> Scorer | None:
     return scorer
 
 
-def find_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first GPU, or the CPU where there is none."""
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelRefusedError(f"--devices {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def weight_bytes(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def serve(connection: "Connection[Any, Any]", scorer: Scorer) -> None:
     """Take, run, give back."""
     while True:
-        sequences = connection.recv()
-        started = time.perf_counter()
-        outcomes = scorer.score(sequences)
-        connection.send(Scored(tuple(outcomes), time.perf_counter() - started))
+        connection.send(Scored(tuple(scorer.score(connection.recv()))))
 
 
 if __name__ == "__main__":
