@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from logprobd.engine.packing import PrefixTree, common_prefix_length, find_nodes, pack
+from logprobd.engine.packing import Node, PrefixTree, common_prefix_length, cut, find_nodes, pack
 from logprobd.sequences import IntArray
 from oracle import dense_tree_mask, ids_of
 
@@ -17,6 +17,11 @@ id_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_siz
 
 def pack_lists(lists: list[list[int]]) -> PrefixTree:
     return pack([ids_of(ids) for ids in lists])
+
+
+def nodes_of(tree: PrefixTree) -> list[Node]:
+    """The nodes of a tree that is one window."""
+    return [node for window in cut(tree, max(1, tree.num_tokens)) for node in find_nodes(window)]
 
 
 def prefixes_of(lists: list[list[int]]) -> set[Prefix]:
@@ -81,35 +86,74 @@ def test_a_token_sees_itself_and_its_ancestors_and_nothing_else(lists: list[list
 def test_nodes_partition_the_row_and_know_their_ancestors(lists: list[list[int]]) -> None:
     tree = pack_lists(lists)
     seen = dense_tree_mask(tree.positions, tree.subtree_end, None)
-    nodes = find_nodes(tree)
+    nodes = nodes_of(tree)
 
     assert [token for node in nodes for token in range(node.start, node.end)] == list(range(tree.num_tokens))
     for node in nodes:
-        assert node.start < node.end <= node.subtree_end
+        assert node.start < node.end
         assert node.ancestors.tolist() == np.flatnonzero(seen[node.start, : node.start]).tolist()
         for token in range(node.start, node.end):
             path = [*node.ancestors.tolist(), *range(node.start, token + 1)]
             assert np.flatnonzero(seen[token]).tolist() == path
-        assert np.flatnonzero(seen[:, node.end - 1]).tolist() == list(range(node.end - 1, node.subtree_end))
+
+
+@given(id_lists.filter(bool), st.integers(1, 12))
+@example([[0, 0, 1, 2], [0, 0, 1, 1], [0, 1], [1]], 2)
+def test_a_window_sees_of_earlier_tokens_the_path_to_it_and_of_its_own_what_the_tree_says(
+    lists: list[list[int]], max_tokens: int
+) -> None:
+    tree = pack_lists(lists)
+    whole = dense_tree_mask(tree.positions, tree.subtree_end, None)
+    windows = cut(tree, max_tokens)
+    path: list[int] = []
+
+    assert [token for w in windows for token in range(w.first, w.first + w.num_tokens)] == list(range(tree.num_tokens))
+    for window in windows:
+        own = list(range(window.first, window.first + window.num_tokens))
+        packed = np.array([*path, *own])
+        seen = dense_tree_mask(window.positions, window.subtree_end, None)
+        assert window.num_tokens <= max_tokens
+        assert window.num_cached == len(path)
+        assert window.ids.tolist() == tree.ids[own].tolist()
+        assert window.positions.tolist() == tree.positions[packed].tolist()
+        assert window.shallowest == tree.positions[window.first :].min()
+        assert seen[len(path) :].tolist() == whole[own][:, packed].tolist()
+        # Nothing else that the tree lets them see is missing.
+        assert whole[own].sum() == seen[len(path) :].sum()
+        path = packed[window.next_path].tolist()
+    assert path == []
+
+
+@given(id_lists.filter(bool), st.integers(1, 12))
+def test_the_nodes_of_a_window_know_their_ancestors_behind_the_path(lists: list[list[int]], max_tokens: int) -> None:
+    for window in cut(pack_lists(lists), max_tokens):
+        seen = dense_tree_mask(window.positions, window.subtree_end, None)
+        nodes = find_nodes(window)
+        own = range(window.num_cached, window.num_cached + window.num_tokens)
+
+        assert [token for node in nodes for token in range(node.start, node.end)] == list(own)
+        for node in nodes:
+            for token in range(node.start, node.end):
+                assert np.flatnonzero(seen[token]).tolist() == [*node.ancestors.tolist(), *range(node.start, token + 1)]
 
 
 def test_a_stretch_without_a_branch_is_one_node() -> None:
     tree = pack_lists([[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 4, 5]])
 
-    assert [(node.start, node.end) for node in find_nodes(tree)] == [(0, 5)]
+    assert [(node.start, node.end) for node in nodes_of(tree)] == [(0, 5)]
 
 
 def test_a_branch_makes_three_nodes() -> None:
     tree = pack_lists([[1, 2, 3, 4], [1, 2, 5]])
-    nodes = [(node.start, node.end, node.subtree_end) for node in find_nodes(tree)]
+    nodes = [(node.start, node.end, node.ancestors.tolist()) for node in nodes_of(tree)]
 
-    assert nodes == [(0, 2, 5), (2, 4, 4), (4, 5, 5)]
+    assert nodes == [(0, 2, []), (2, 4, [0, 1]), (4, 5, [0, 1])]
 
 
 def test_an_empty_list_is_an_empty_tree() -> None:
     tree = pack([])
 
-    assert (tree.num_tokens, tree.paths, find_nodes(tree)) == (0, (), [])
+    assert (tree.num_tokens, tree.paths, nodes_of(tree)) == (0, (), [])
     assert [array.shape for array in (tree.ids, tree.positions, tree.subtree_end, tree.contributed)] == [(0,)] * 4
 
 
@@ -194,7 +238,7 @@ def test_half_a_million_tokens_in_groups_are_packed_right() -> None:
     random = np.random.default_rng(1)
     random.shuffle(sequences)
     tree = pack(sequences)
-    nodes = find_nodes(tree)
+    nodes = nodes_of(tree)
 
     assert tree.num_tokens == tree.contributed.sum() == 64 * 512 + 512 * 512
     assert len(nodes) == 64 + 512

@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from logprobd.engine.attention import Backend
+from logprobd.engine.budget import BATCHES_BEFORE_GROWING
+from logprobd.engine.layouts import PaddedLayout
 from logprobd.engine.scorer import Scorer
 from logprobd.messages import Layout
 from logprobd.sequences import Candidates, Failure, Options, Outcome, Scores, Sequence
@@ -248,7 +250,20 @@ def test_a_batch_that_does_not_fit_is_halved(scorer: Scorer) -> None:
         assert_as_own_forward(scorer.model, sequence, outcome)
 
 
-def test_only_a_sequence_that_does_not_fit_alone_fails(scorer: Scorer) -> None:
+def test_a_sequence_that_does_not_fit_at_once_is_scored_in_windows(scorer: Scorer) -> None:
+    allow_windows(scorer)
+    sequences = a_group()
+    sequences.insert(1, sequence_of(random_ids(300, 7), [1, 2, 3]))
+    with memory_for(scorer, 64) as sizes:
+        outcomes = scorer.score(sequences)
+
+    assert sum(size <= 64 for size in sizes) > 6
+    for sequence, outcome in zip(sequences, outcomes, strict=True):
+        assert_as_own_forward(scorer.model, sequence, outcome)
+
+
+def test_only_a_sequence_that_does_not_fit_in_any_way_fails() -> None:
+    scorer = Scorer(loaded(tiny_llama(VOCAB)), "padded")
     sequences = a_group()
     sequences.insert(1, sequence_of(random_ids(300, 7), [1, 2, 3]))
     with memory_for(scorer, 64):
@@ -257,6 +272,82 @@ def test_only_a_sequence_that_does_not_fit_alone_fails(scorer: Scorer) -> None:
     assert outcomes[1] == Failure("out_of_memory", "a sequence of 303 tokens does not fit in memory")
     for index in (0, 2, 3, 4):
         assert_as_own_forward(scorer.model, sequences[index], outcomes[index])
+
+
+def test_what_fits_in_no_window_fails_alone_and_the_next_batch_is_served(layout: Layout) -> None:
+    scorer = Scorer(loaded(tiny_llama(VOCAB)), layout)
+    allow_windows(scorer)
+    with memory_for(scorer, 15):
+        outcomes = scorer.score(a_group())
+
+    assert {outcome.code for outcome in outcomes if isinstance(outcome, Failure)} == {"out_of_memory"}
+    for sequence, outcome in zip(a_group(), scorer.score(a_group()), strict=True):
+        assert_as_own_forward(scorer.model, sequence, outcome)
+
+
+def test_a_smaller_budget_is_learnt_and_a_larger_one_tried_again_later(layout: Layout) -> None:
+    scorer = Scorer(loaded(tiny_llama(VOCAB)), layout)
+    scorer.budget.allow(128)
+    sequences = a_deep_tree()
+    with memory_for(scorer, 64) as sizes:
+        scorer.score(sequences)
+        failures = sum(size > 64 for size in sizes)
+        scorer.score(sequences)
+
+        assert (sum(size > 64 for size in sizes), failures > 0) == (failures, True)
+    assert scorer.budget.tokens < 128
+    for _ in range(3 * BATCHES_BEFORE_GROWING):
+        scorer.score(sequences[:1])
+    assert scorer.budget.tokens == 128
+
+
+def allow_windows(scorer: Scorer) -> None:
+    """As the self-test does for a model whose own cache computes the same."""
+    if isinstance(scorer.laying, PaddedLayout):
+        scorer.laying.in_windows = True
+
+
+@pytest.mark.parametrize("max_tokens", [16, 33, 100])
+@pytest.mark.parametrize("make", [a_group, a_deep_tree])
+def test_windows_give_the_scores_of_the_models_own_forward(
+    scorer: Scorer, make: Callable[[], list[Sequence]], max_tokens: int
+) -> None:
+    allow_windows(scorer)
+    scorer.budget.allow(max_tokens)
+    sequences = asking_for_everything([*make(), sequence_of(random_ids(200, 8), random_ids(150, 9))])
+
+    for sequence, outcome in zip(sequences, scorer.score(sequences), strict=True):
+        assert_as_own_forward(scorer.model, sequence, outcome)
+
+
+def test_windows_change_no_bit_of_a_shared_batch() -> None:
+    scorer = Scorer(loaded(tiny_llama(VOCAB)), "shared")
+    sequences = [*a_deep_tree(), sequence_of(random_ids(200, 8), random_ids(150, 9))]
+    whole = scorer.score(sequences)
+    scorer.budget.allow(48)
+
+    for at_once, in_windows in zip(whole, scorer.score(sequences), strict=True):
+        assert isinstance(at_once, Scores)
+        assert isinstance(in_windows, Scores)
+        assert at_once.logprobs.tolist() == in_windows.logprobs.tolist()
+
+
+def test_windows_share_what_a_batch_shares() -> None:
+    scorer = Scorer(loaded(tiny_llama(VOCAB)), "shared")
+    scorer.budget.allow(32)
+    sequences = a_deep_tree() + a_group()
+
+    assert computed(scorer.score(sequences)) == distinct_prefixes(sequences)
+
+
+def test_longrope_counts_the_whole_sequence_in_every_window() -> None:
+    scorer = Scorer(loaded(tiny_longrope_phi3(VOCAB)), "shared")
+    scorer.budget.allow(16)
+    ids = random_ids(100, 6)
+    sequences = [sequence_of(ids[:10], ids[10:end]) for end in (31, 34, 100)]
+
+    for sequence, outcome in zip(sequences, scorer.score(sequences), strict=True):
+        assert_as_own_forward(scorer.model, sequence, outcome)
 
 
 def test_other_errors_of_the_model_are_raised(scorer: Scorer) -> None:

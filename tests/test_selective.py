@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from logprobd.engine.selective import Selected, Targets, select
+from logprobd.engine.selective import Head, Selected, Targets, select
 from oracle import FloatArray64, entropies, ids_of
 
 VOCAB = 37
 ROWS = 11
+FULL = 16  # rows that the head gets at a time at least
 INFINITY = float("inf")
 
 
@@ -30,6 +31,12 @@ class RecordingHead:
     @property
     def hidden(self) -> torch.Tensor:
         return torch.arange(len(self.logits))[:, None].float()
+
+
+def score(head: Head, hidden: torch.Tensor, targets: Targets, chunk_rows: int, pass_rows: int = ROWS) -> Selected:
+    """Select from one forward pass, or from several of so many rows."""
+    passes = [(first, hidden[first : first + pass_rows]) for first in range(0, len(hidden), pass_rows)]
+    return select(head, passes, targets, chunk_rows, hidden.device)
 
 
 def random_logits(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> torch.Tensor:
@@ -96,10 +103,11 @@ MIXED = targets_of(
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 4, 7, 9, 10, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_everything_at_once_equals_a_float64_log_softmax(dtype: torch.dtype, chunk_rows: int) -> None:
+@pytest.mark.parametrize("pass_rows", [1, 4, ROWS])
+def test_everything_at_once_equals_a_float64_log_softmax(dtype: torch.dtype, chunk_rows: int, pass_rows: int) -> None:
     logits = random_logits(dtype)
     head = RecordingHead(logits.clone())
-    selected = select(head, head.hidden, MIXED, chunk_rows)
+    selected = score(head, head.hidden, MIXED, chunk_rows, pass_rows)
 
     assert_all_as_expected(selected, logits, MIXED)
 
@@ -107,13 +115,13 @@ def test_everything_at_once_equals_a_float64_log_softmax(dtype: torch.dtype, chu
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 4, 9, 10, 11, 1000])
 def test_the_head_sees_each_row_once_for_each_temperature_in_small_chunks(chunk_rows: int) -> None:
     head = RecordingHead(random_logits())
-    select(head, head.hidden, MIXED, chunk_rows)
+    score(head, head.hidden, MIXED, chunk_rows)
     pairs = set(zip(MIXED.rows.tolist(), MIXED.temperatures.tolist(), strict=True))
 
     assert len(pairs) == 9
-    assert sum(head.calls) == len(pairs)
-    assert max(head.calls) <= chunk_rows
-    assert len(head.calls) == -(-len(pairs) // chunk_rows)
+    chunks = [min(chunk_rows, len(pairs) - start) for start in range(0, len(pairs), chunk_rows)]
+
+    assert head.calls == [rows + -rows % FULL for rows in chunks]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 1e-30, 1e30, 1e-300, 1e-45, 1e300])
@@ -129,14 +137,14 @@ def test_temperatures_divide_the_logits(dtype: torch.dtype, temperature: float) 
     )
     head = RecordingHead(logits.clone())
 
-    assert_all_as_expected(select(head, head.hidden, targets, 4), logits, targets)
+    assert_all_as_expected(score(head, head.hidden, targets, 4), logits, targets)
 
 
 def test_the_coldest_temperature_leaves_nothing_but_the_best_token() -> None:
     logits = random_logits()
     best = int(logits[2].argmax())
     targets = targets_of([2, 2], ids=[best, (best + 1) % VOCAB], temperatures=[1e-300] * 2, entropy=[True] * 2)
-    selected = select(RecordingHead(logits.clone()), torch.arange(ROWS)[:, None].float(), targets, 16)
+    selected = score(RecordingHead(logits.clone()), torch.arange(ROWS)[:, None].float(), targets, 16)
 
     assert selected.logprobs[0] == 0.0
     assert selected.logprobs[1] < -1e37
@@ -145,7 +153,7 @@ def test_the_coldest_temperature_leaves_nothing_but_the_best_token() -> None:
 
 def test_the_hottest_temperature_makes_all_tokens_alike() -> None:
     head = RecordingHead(random_logits())
-    selected = select(head, head.hidden, targets_of([2, 3], temperatures=[1e30] * 2, entropy=[True] * 2), 16)
+    selected = score(head, head.hidden, targets_of([2, 3], temperatures=[1e30] * 2, entropy=[True] * 2), 16)
 
     assert close(selected.logprobs, np.full(2, -np.log(VOCAB)))
     assert close(selected.entropy, np.full(2, np.log(VOCAB)))
@@ -156,7 +164,7 @@ def test_large_logits_do_not_overflow() -> None:
     targets = targets_of([0, 1, 2], temperatures=[1.0, 1e-9, 1e31], entropy=[True] * 3)
     head = RecordingHead(logits.clone())
 
-    assert_all_as_expected(select(head, head.hidden, targets, 2), logits, targets)
+    assert_all_as_expected(score(head, head.hidden, targets, 2), logits, targets)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -172,7 +180,7 @@ def test_a_token_of_probability_zero_has_minus_infinity_and_a_finite_entropy(tem
         candidates=[[6, 1], [], []],
     )
     head = RecordingHead(logits.clone())
-    selected = select(head, head.hidden, targets, 16)
+    selected = score(head, head.hidden, targets, 16)
 
     assert_all_as_expected(selected, logits, targets)
     assert selected.logprobs[[0, 2]].tolist() == [-INFINITY, -INFINITY]
@@ -191,10 +199,10 @@ def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_untouched(
     logits = random_logits()
     clean = targets_of([0, 1, 2, 3, 4], temperatures=[temperature] * 5, entropy=[True] * 5, candidates=[[0]] * 5)
     head = RecordingHead(logits.clone())
-    before = select(head, head.hidden, clean, chunk_rows)
+    before = score(head, head.hidden, clean, chunk_rows)
     head.logits = logits.clone()
     head.logits[2, 30] = bad
-    after = select(head, head.hidden, clean, chunk_rows)
+    after = score(head, head.hidden, clean, chunk_rows)
     others = [0, 1, 3, 4]
 
     assert np.isnan(after.logprobs[2])
@@ -215,7 +223,7 @@ def test_a_token_has_the_same_float_wherever_it_is_asked_for(dtype: torch.dtype,
         candidates=[[token] for token in ids],
     )
     head = RecordingHead(random_logits(dtype))
-    selected = select(head, head.hidden, targets, 3)
+    selected = score(head, head.hidden, targets, 3)
     in_top = [
         dict(zip(top_ids.tolist(), logprobs.tolist(), strict=True))[token]
         for token, top_ids, logprobs in zip(ids, selected.top_ids, selected.top_logprobs, strict=True)
@@ -227,7 +235,7 @@ def test_a_token_has_the_same_float_wherever_it_is_asked_for(dtype: torch.dtype,
 @pytest.mark.parametrize("chunk_rows", [1, 3, 16])
 def test_what_else_is_asked_does_not_change_a_bit(chunk_rows: int) -> None:
     head = RecordingHead(random_logits())
-    alone = select(head, head.hidden, targets_of([6, 7], ids=[1, 2], entropy=[True, True]), chunk_rows)
+    alone = score(head, head.hidden, targets_of([6, 7], ids=[1, 2], entropy=[True, True]), chunk_rows)
     head = RecordingHead(random_logits())
     targets = targets_of(
         rows=[6, 0, 7, 6, 6],
@@ -237,7 +245,7 @@ def test_what_else_is_asked_does_not_change_a_bit(chunk_rows: int) -> None:
         candidates=[[], [1, 2], [], [], [5]],
         temperatures=[1.0, 1.0, 1.0, 0.5, 1.0],
     )
-    together = select(head, head.hidden, targets, chunk_rows)
+    together = score(head, head.hidden, targets, chunk_rows)
 
     assert together.logprobs[[0, 2]].tolist() == alone.logprobs.tolist()
     assert together.entropy[[0, 2]].tolist() == alone.entropy.tolist()
@@ -247,7 +255,7 @@ def test_a_bfloat16_head_is_normalized_in_float32() -> None:
     logits = random_logits(torch.bfloat16, vocab=5000)
     head = RecordingHead(logits.clone())
     targets = targets_of([0, 1, 2], ids=[4000, 5, 4999])
-    selected = select(head, head.hidden, targets, 2)
+    selected = score(head, head.hidden, targets, 2)
     expected = expected_rows(logits, targets)[np.arange(3), targets.ids]
 
     assert np.abs(selected.logprobs - expected).max() < 1e-5
@@ -255,7 +263,21 @@ def test_a_bfloat16_head_is_normalized_in_float32() -> None:
 
 def test_nothing_asked_beside_logprobs_gives_empty_arrays() -> None:
     head = RecordingHead(random_logits())
-    selected = select(head, head.hidden, targets_of([1, 2]), 16)
+    selected = score(head, head.hidden, targets_of([1, 2]), 16)
 
     assert selected.top_ids.shape == selected.top_logprobs.shape == (2, 0)
     assert selected.candidate_logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equally_likely_tokens_the_lower_ids_come_first_whatever_else_is_asked(dtype: torch.dtype) -> None:
+    logits = random_logits().mul(2).round().to(dtype)
+    logits[3] = 0
+    head = RecordingHead(logits.clone())
+    few = score(head, head.hidden, targets_of([3, 5], top=[4, 6]), 16)
+    many = score(head, head.hidden, targets_of([3, 5, 7], top=[VOCAB, 9, 1]), 16)
+    ranks = [sorted(range(VOCAB), key=lambda token: (-float(logits[row, token]), token)) for row in (3, 5)]
+
+    assert [few.top_ids[place, :k].tolist() for place, k in enumerate((4, 6))] == [ranks[0][:4], ranks[1][:6]]
+    assert [many.top_ids[place, :k].tolist() for place, k in enumerate((VOCAB, 9))] == [ranks[0], ranks[1][:9]]
+    assert few.top_logprobs[0, :4].tolist() == many.top_logprobs[0, :4].tolist()

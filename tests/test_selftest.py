@@ -22,6 +22,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from logprobd.engine.layouts import SharedLayout
 from logprobd.engine.model import ModelRefusedError
 from logprobd.engine.scorer import Scorer
 from logprobd.engine.selftest import MAX_ERROR_FLOAT32, choose_scorer, small_tree
@@ -209,6 +210,6 @@ def test_the_oracle_uses_the_models_own_attention() -> None:
     with own_attention(model):
         own = model.config._attn_implementation
 
-    assert scorer.attention is not None
-    assert (own, ours) == ("sdpa", scorer.attention.name)
+    assert isinstance(scorer.laying, SharedLayout)
+    assert (own, ours) == ("sdpa", scorer.laying.attention.name)
     assert model.config._attn_implementation == ours

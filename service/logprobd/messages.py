@@ -37,8 +37,8 @@ class SelfTest:
     """The layout that the self-test chose, the errors it measured (nats) and why.
 
     `error_*` compare the chosen layout with the model's own forward; `shared_max_error` is that of the
-    shared layout even where it was not chosen, and None where it could not run at all. `layers` says what
-    each layer does with a packed row.
+    shared layout even where it was not chosen, and `windows_max_error` that of sequences cut into windows; they
+    are None where a way could not run at all. `layers` says what each layer does with a packed row.
     """
 
     layout: Layout
@@ -46,6 +46,7 @@ class SelfTest:
     mean_error: float
     max_entropy_error: float
     shared_max_error: float | None
+    windows_max_error: float | None
     reason: str
     layers: tuple[str, ...]
 

@@ -2,7 +2,8 @@
 
 A layer hands over its own scaling, window, softcap and sinks, so one object serves every layer of a
 model. On a CPU the work goes node by node through the fused kernel; on CUDA, or where asked, through
-FlexAttention (see flex.py). Which tokens stand in the row is all that is known about the batch.
+FlexAttention (see flex.py). Which tokens stand in the row is all that is known about the batch. A row too
+long for one pass comes in windows, whose layers find the keys of the path so far in a PathCache.
 """
 
 import itertools
@@ -14,9 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from logprobd.engine.cache import PathCache
 from logprobd.engine.flex import FlexTreeKernel
 from logprobd.engine.nodes import NodeKernel
-from logprobd.engine.packing import PrefixTree
+from logprobd.engine.packing import Window
 
 Backend = Literal["nodes", "flex"]
 
@@ -35,7 +37,7 @@ class UnsupportedAttentionError(Exception):
 
 
 class TreeKernel(Protocol):
-    """What computes attention over the rows of one tree."""
+    """What computes attention over the rows of one window of a tree."""
 
     def attend(
         self,
@@ -48,8 +50,11 @@ class TreeKernel(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Shapes: query (heads, rows, dim), key (kv_heads, rows, dim), value (kv_heads, rows, value_dim);
-        the result is (rows, heads, value_dim) in the query's dtype."""
+        """Shapes: query (heads, rows, dim), key (kv_heads, keys, dim), value (kv_heads, keys, value_dim);
+        the result is (rows, heads, value_dim) in the query's dtype.
+
+        The rows are the window's own; the keys are all that it sees, from `cache.first_key` on.
+        """
 
 
 def no_mask(*_args: Any, **_kwargs: Any) -> None:
@@ -64,17 +69,19 @@ class TreeAttention:
         self.backend = backend
         self.windows: Windows = {}
         self._kernel: TreeKernel | None = None
+        self._cache: PathCache | None = None
         AttentionInterface.register(self.name, self)
         AttentionMaskInterface.register(self.name, no_mask)
 
     @contextmanager
-    def over(self, tree: PrefixTree, device: torch.device) -> Iterator[None]:
-        """Attend over `tree` in the forward passes made inside this block."""
-        self._kernel = NodeKernel(tree, device) if self.backend == "nodes" else FlexTreeKernel(tree, device)
+    def over(self, window: Window, device: torch.device, cache: PathCache | None = None) -> Iterator[None]:
+        """Attend over a window in the forward pass made inside this block; `cache` goes with its tree's windows."""
+        self._kernel = NodeKernel(window, device) if self.backend == "nodes" else FlexTreeKernel(window, device)
+        self._cache = cache
         try:
             yield
         finally:
-            self._kernel = None
+            self._kernel = self._cache = None
 
     def __call__(
         self,
@@ -97,10 +104,13 @@ class TreeAttention:
             raise UnsupportedAttentionError(f"queries of shape {tuple(query.shape)} are not one packed row")
         self.windows[id(module)] = sliding_window
         query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
+        keys, values = key[0], value[0]
+        if self._cache is not None:
+            keys, values = self._cache.extend(id(module), keys, values, sliding_window)
         attended = self._kernel.attend(
             query[0],
-            key[0],
-            value[0],
+            keys,
+            values,
             scaling=1 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
             window=sliding_window,
             softcap=softcap,

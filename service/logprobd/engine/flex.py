@@ -5,14 +5,16 @@ The kernel is compiled once for dynamic sizes; rows are padded to whole blocks.
 """
 
 from collections.abc import Callable
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from logprobd.engine.packing import PrefixTree
+from logprobd.engine.blocks import first_key
+from logprobd.engine.packing import Window
 from logprobd.sequences import IntArray
 
 BLOCK = 128
@@ -28,16 +30,11 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 class FlexTreeKernel:
-    """Attention over the rows of one tree; block masks are made once for each window in use."""
+    """Attention over the rows of one window; block masks are made once for each reach in use."""
 
-    def __init__(self, tree: PrefixTree, device: torch.device) -> None:
-        self.num_rows = tree.num_tokens + -tree.num_tokens % BLOCK
-        self.positions = np.pad(tree.positions, (0, self.num_rows - tree.num_tokens))
-        # A padding row sees only itself, so that its softmax stays finite.
-        padding_rows = np.arange(tree.num_tokens, self.num_rows)
-        self.subtree_end = np.concatenate([tree.subtree_end, padding_rows + 1]).astype(np.int32)
-        self.longest = int(tree.positions.max()) + 1
-        self.device = device
+    def __init__(self, window: Window, device: torch.device) -> None:
+        self.window, self.device = window, device
+        self.longest = int(window.positions.max()) + 1
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(
@@ -53,8 +50,9 @@ class FlexTreeKernel:
     ) -> torch.Tensor:
         """See attention.TreeKernel."""
         num_rows = query.shape[1]
-        query, key, value = (self._pad(tensor) for tensor in (query, key, value))
-        reaching = window if window is not None and window < self.longest else None
+        mask = self._mask(window if window is not None and window < self.longest else None)
+        num_queries, num_keys = mask.seq_lengths
+        query, key, value = fill_up(query, num_queries), fill_up(key, num_keys), fill_up(value, num_keys)
         asked = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
         # On a CPU no logsumexp comes out of the compiled kernel yet; the eager one is slow, and the same.
         eager = sinks is not None and self.device.type == "cpu"
@@ -65,7 +63,7 @@ class FlexTreeKernel:
             key,
             value,
             score_mod=None if softcap is None else softcap_mod(softcap, self.device),
-            block_mask=self._mask(reaching),
+            block_mask=mask,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             **asked,
@@ -77,38 +75,78 @@ class FlexTreeKernel:
         attended: torch.Tensor = out[0, :, :num_rows].transpose(0, 1)
         return attended
 
-    def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, 0, 0, self.num_rows - tensor.shape[1]))[None].contiguous()
+    def _mask(self, reach: int | None) -> BlockMask:
+        if reach not in self._masks:
+            self._masks[reach] = self._build_mask(
+                SeenRows.of(self.window, first_key(self.window.shallowest, reach)), reach
+            )
+        return self._masks[reach]
 
-    def _mask(self, window: int | None) -> BlockMask:
-        if window not in self._masks:
-            self._masks[window] = self._build_mask(window)
-        return self._masks[window]
-
-    def _build_mask(self, window: int | None) -> BlockMask:
-        any_visible, all_visible = visible_blocks(self.positions, self.subtree_end, window)
+    def _build_mask(self, seen: "SeenRows", reach: int | None) -> BlockMask:
+        any_visible, all_visible = visible_blocks(seen, reach)
         partial = ordered_blocks(any_visible & ~all_visible, self.device)
         full = ordered_blocks(all_visible, self.device)
-        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=self._mask_mod(window))
+        lengths = (seen.num_queries, len(seen.positions))
+        return BlockMask.from_kv_blocks(
+            *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=self._mask_mod(seen, reach), seq_lengths=lengths
+        )
 
-    @cached_property
-    def _on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(self.positions).to(self.device), torch.from_numpy(self.subtree_end).to(self.device)
-
-    def _mask_mod(self, window: int | None) -> MaskMod:
-        positions, subtree_end = self._on_device
+    def _mask_mod(self, seen: "SeenRows", window: int | None) -> MaskMod:
+        # Nothing but rows of numbers, so that no number is compiled in.
+        positions, subtree_end, own_row = (
+            torch.from_numpy(values).to(self.device)
+            for values in (seen.positions, seen.subtree_end, np.arange(seen.num_queries) + seen.num_cached)
+        )
 
         def in_tree(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return (k <= q) & (q < subtree_end[k])
+            return (k <= own_row[q]) & (own_row[q] < subtree_end[k])
 
         if window is None:
             return in_tree
-        reach = torch.tensor(window, device=self.device)  # a tensor, so that no window is compiled in
+        out_of_reach = torch.from_numpy(seen.depths - window).to(self.device)
 
         def in_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return in_tree(b, h, q, k) & (positions[q] - positions[k] < reach)
+            return in_tree(b, h, q, k) & (positions[k] > out_of_reach[q])
 
         return in_window
+
+
+def fill_up(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A batch of one with that many rows, the last of them zeros."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, num_rows - tensor.shape[1]))[None].contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenRows:
+    """What a window sees from some key on, in whole blocks: keys (positions, subtree_end), queries (depths).
+
+    Query q stands at row q + `num_cached` of the keys.
+    """
+
+    positions: IntArray
+    subtree_end: IntArray
+    depths: IntArray
+    num_cached: int
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.depths)
+
+    @classmethod
+    def of(cls, window: Window, first: int) -> "SeenRows":
+        num_cached = window.num_cached - first
+        num_keys = len(window.positions) - first
+        num_queries = window.num_tokens + -window.num_tokens % BLOCK
+        # A padding row sees only itself, so that its softmax stays finite.
+        num_rows = num_cached + num_queries
+        num_rows += -num_rows % BLOCK
+        padding = np.arange(num_keys, num_rows, dtype=np.int32)
+        return cls(
+            positions=np.concatenate([window.positions[first:], 0 * padding]),
+            subtree_end=np.concatenate([window.subtree_end[first:] - np.int32(first), padding + 1]),
+            depths=np.pad(window.positions[window.num_cached :], (0, num_queries - window.num_tokens)),
+            num_cached=num_cached,
+        )
 
 
 def softcap_mod(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -122,24 +160,21 @@ def softcap_mod(softcap: float, device: torch.device) -> Callable[..., torch.Ten
     return apply
 
 
-def visible_blocks(
-    positions: IntArray, subtree_end: IntArray, window: int | None
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def visible_blocks(seen: SeenRows, window: int | None) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Which (query block, key block) pairs have any visible entry, and which have nothing but visible ones.
 
     "Any" may be generous for windows (the mask function has the last word); "all" is never.
     """
-    num_blocks = len(positions) // BLOCK
-    first_row = np.arange(num_blocks) * BLOCK
-    ends = subtree_end.reshape(num_blocks, BLOCK)
-    earlier = first_row[:, None] > first_row[None, :]
-    any_visible = earlier & (ends.max(axis=1)[None, :] > first_row[:, None])
-    any_visible |= np.eye(num_blocks, dtype=bool)
-    all_visible = earlier & (ends.min(axis=1)[None, :] >= first_row[:, None] + BLOCK)
+    ends = seen.subtree_end.reshape(-1, BLOCK)
+    query = (np.arange(seen.num_queries // BLOCK) * BLOCK + seen.num_cached)[:, None]
+    key = (np.arange(len(ends)) * BLOCK)[None, :]
+    last_query, last_key = query + BLOCK - 1, key + BLOCK - 1
+    any_visible = (key <= last_query) & (ends.max(axis=1)[None, :] > query)
+    all_visible = (last_key <= query) & (ends.min(axis=1)[None, :] > last_query)
     if window is not None:
-        depth = positions.reshape(num_blocks, BLOCK)
-        any_visible &= depth.min(axis=1)[:, None] - depth.max(axis=1)[None, :] < window
-        all_visible &= depth.max(axis=1)[:, None] - depth.min(axis=1)[None, :] < window
+        depth, position = seen.depths.reshape(-1, BLOCK), seen.positions.reshape(-1, BLOCK)
+        any_visible &= depth.min(axis=1)[:, None] - position.max(axis=1)[None, :] < window
+        all_visible &= depth.max(axis=1)[:, None] - position.min(axis=1)[None, :] < window
     return any_visible, all_visible
 
 

@@ -11,21 +11,19 @@ import math
 
 import torch
 
-from logprobd.engine.packing import Node, PrefixTree, find_nodes
+from logprobd.engine.blocks import KEY_BLOCK, ROWS, first_key, fused_attention, invariant_keys, round_up
+from logprobd.engine.packing import Node, Window, find_nodes
 
 QUERY_ROWS = 256  # rows of a node at a time: less work above the diagonal, and bounded masks
-KEY_MULTIPLE = 16  # keys are padded to whole vectors, since the kernel's last few take another exponential
-KEY_BLOCK = 512  # the kernel's own: where a window starts it must cut keys at the same places
-
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class NodeKernel:
-    """Attention over the nodes of one tree."""
+    """Attention over the nodes of one window."""
 
-    def __init__(self, tree: PrefixTree, device: torch.device) -> None:
-        self.nodes = [_PlacedNode(node, device) for node in find_nodes(tree)]
-        self.longest = int(tree.positions.max()) + 1
+    def __init__(self, window: Window, device: torch.device) -> None:
+        self.nodes = [_PlacedNode(node, window.num_cached, device) for node in find_nodes(window)]
+        self.shallowest = window.shallowest
+        self.longest = int(window.positions.max()) + 1
         self._bands: dict[tuple[int | None, torch.dtype], _Band] = {}
 
     def attend(
@@ -44,13 +42,21 @@ class NodeKernel:
         value_dim = value.shape[-1]
         # The fused kernel has one head size; DeepSeek's values are narrower than its keys.
         value = torch.nn.functional.pad(value, (0, dim - value_dim)) if value_dim < dim else value
+        query = self._pad_queries(query)
         band = self._band(window if window is not None and window < self.longest else None, query.dtype)
-        layer = _Layer(query, key, value, band, scaling, softcap, keeps_lse=sinks is not None)
+        first = first_key(self.shallowest, window)
+        layer = _Layer(query, key, value, first, band, scaling, softcap, keeps_lse=sinks is not None)
         for node in self.nodes:
             layer.attend(node)
         if sinks is not None:
             layer.add_sinks(sinks)
-        return layer.out.reshape(num_rows, heads, dim)[..., :value_dim]
+        return layer.out.reshape(-1, heads, dim)[:num_rows, :, :value_dim]
+
+    def _pad_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """As many rows as the padding of the last node's queries reaches."""
+        last = self.nodes[-1].rows
+        lacking = last.start + round_up(last.stop - last.start, ROWS) - query.shape[1]
+        return torch.nn.functional.pad(query, (0, 0, 0, lacking)) if lacking > 0 else query
 
     def _band(self, window: int | None, dtype: torch.dtype) -> "_Band":
         """The mask of a layer's window, made once a batch and shared by its layers."""
@@ -60,15 +66,14 @@ class NodeKernel:
 
 
 class _PlacedNode:
-    """A node with the packed indices of its path, padded (with a token of its own) to whole vectors."""
+    """A node: its query rows, and by depth the rows of its path, filled up (with one of its own) to a whole block."""
 
-    def __init__(self, node: Node, device: torch.device) -> None:
-        self.start, self.end = node.start, node.end
+    def __init__(self, node: Node, num_cached: int, device: torch.device) -> None:
+        self.rows = slice(node.start - num_cached, node.end - num_cached)
         self.depth = len(node.ancestors)
         own = torch.arange(node.start, node.end)
-        length = self.depth + len(own)
-        padding = torch.full((-length % KEY_MULTIPLE,), node.start)
-        self.path = torch.cat([torch.from_numpy(node.ancestors).long(), own, padding]).to(device)
+        filling = torch.full((-(self.depth + len(own)) % KEY_BLOCK,), node.start)
+        self.path = torch.cat([torch.from_numpy(node.ancestors).long(), own, filling]).to(device)
 
 
 class _Band:
@@ -79,15 +84,11 @@ class _Band:
 
     def __init__(self, longest: int, window: int | None, dtype: torch.dtype) -> None:
         self.window = window
-        self.middle = longest
-        ahead = torch.arange(2 * longest + QUERY_ROWS + KEY_MULTIPLE)[None, :] - longest
+        self.middle = longest + ROWS
+        ahead = torch.arange(2 * self.middle + QUERY_ROWS + KEY_BLOCK)[None, :] - self.middle
         ahead = ahead - torch.arange(QUERY_ROWS)[:, None]
         hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
         self._band = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
-
-    def first_key(self, depth: int) -> int:
-        """The first key that a row at this depth, or a later one, can see; cut at a whole block."""
-        return 0 if self.window is None else max(0, depth - self.window + 1) // KEY_BLOCK * KEY_BLOCK
 
     def mask(self, depth: int, num_rows: int, first_key: int, end_key: int) -> torch.Tensor:
         """For rows from `depth` on and the keys first_key:end_key of their path: (rows, keys)."""
@@ -99,7 +100,8 @@ class _Layer:
     """One layer's attention under way.
 
     Query heads that share a key head are folded: query (kv_heads, per_kv, rows, dim), key and value
-    (kv_heads, rows, dim), out (rows, kv_heads, per_kv, dim), lse (rows, kv_heads, per_kv) where sinks need it.
+    (kv_heads, rows, dim) from key `first` of the window on, out (rows, kv_heads, per_kv, dim), lse
+    (rows, kv_heads, per_kv) where sinks need it.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class _Layer:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        first: int,
         band: _Band,
         scaling: float,
         softcap: float | None,
@@ -115,7 +118,7 @@ class _Layer:
     ) -> None:
         heads, num_rows, dim = query.shape
         kv_heads = key.shape[0]
-        self.key, self.value = key, value
+        self.key, self.value, self.first = key, value, first
         self.per_kv = heads // kv_heads
         self.query = query.reshape(kv_heads, self.per_kv, num_rows, dim)
         self.band, self.scaling, self.softcap = band, scaling, softcap
@@ -125,29 +128,37 @@ class _Layer:
 
     def attend(self, node: _PlacedNode) -> None:
         """Attention of a node's tokens to their path."""
-        key, value = self.key.index_select(1, node.path), self.value.index_select(1, node.path)
-        for start in range(node.start, node.end, QUERY_ROWS):
-            end = min(start + QUERY_ROWS, node.end)
-            depth = node.depth + start - node.start
-            first_key = self.band.first_key(depth)
-            end_key = depth + end - start
-            end_key += -end_key % KEY_MULTIPLE
-            mask = self.band.mask(depth, end - start, first_key, end_key)
-            keys = slice(first_key, end_key)
-            self._attend_rows(slice(start, end), key[:, None, keys], value[:, None, keys], mask)
+        length = self._num_keys(node.depth + node.rows.stop - node.rows.start)
+        path = node.path[self.first : length] - self.first
+        key, value = self.key.index_select(1, path), self.value.index_select(1, path)
+        for start in range(node.rows.start, node.rows.stop, QUERY_ROWS):
+            rows = slice(start, min(start + QUERY_ROWS, node.rows.stop))
+            num_rows = rows.stop - start
+            depth = node.depth + start - node.rows.start
+            begin, end = first_key(depth, self.band.window), min(length, self._num_keys(depth + num_rows))
+            mask = self.band.mask(depth, round_up(num_rows, ROWS), begin, end)
+            keys = slice(begin - self.first, end - self.first)
+            self._attend_rows(rows, key[:, None, keys], value[:, None, keys], mask)
+
+    def _num_keys(self, needed: int) -> int:
+        """With the filling that makes them invariant. Without a fused kernel only whole blocks are."""
+        if self.softcap is not None:
+            return round_up(needed, KEY_BLOCK)
+        return invariant_keys(needed, self.key.shape[-1], self.key.dtype)
 
     def _attend_rows(self, rows: slice, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> None:
         """Attention of some rows to gathered keys and values (kv_heads, 1, keys, dim)."""
-        query = self.query[:, :, rows]
+        query = self.query[:, :, rows.start : rows.start + len(mask)]
         if self.softcap is None:
             key, value = (tensor.expand(-1, self.per_kv, -1, -1) for tensor in (key, value))
             mask = mask.expand(*query.shape[:2], -1, -1)
-            out, lse = _fused(query, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
+            out, lse = fused_attention(query, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
         else:
             out, lse = attend_with_softcap(query, key, value, mask, self.scaling, self.softcap)
-        self.out[rows] = out.permute(2, 0, 1, 3)
+        num_rows = rows.stop - rows.start
+        self.out[rows] = out[:, :, :num_rows].permute(2, 0, 1, 3)
         if self.lse is not None:
-            self.lse[rows] = lse.permute(2, 0, 1)
+            self.lse[rows] = lse[:, :, :num_rows].permute(2, 0, 1)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """A sink is one more key of a head with this score and a value of zero (gpt-oss)."""
@@ -159,8 +170,23 @@ class _Layer:
 def attend_with_softcap(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with Gemma 2's `cap * tanh(score / cap)`, for which there is no fused kernel."""
-    scores = (query.float() * scaling) @ key.float().transpose(-1, -2)
-    scores = scores.div_(softcap).tanh_().mul_(softcap).add_(mask)
-    lse = torch.logsumexp(scores, dim=-1)
-    return scores.sub_(lse[..., None]).exp_() @ value.float(), lse
+    """Attention with Gemma 2's `cap * tanh(score / cap)`, for which there is no fused kernel.
+
+    It goes over whole blocks of keys like the fused one (FlashAttention, arXiv:2205.14135, algorithm 1).
+    """
+    query = query.float() * scaling
+    most = query.new_full(query.shape[:-1], -math.inf)
+    total = query.new_zeros(query.shape[:-1])
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    for start in range(0, key.shape[-2], KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        scores = query @ key[..., block, :].float().transpose(-1, -2)
+        scores = scores.div_(softcap).tanh_().mul_(softcap).add_(mask[..., block])
+        # A row that sees nothing of the first blocks (a window) has no largest score yet.
+        largest = torch.maximum(most, scores.amax(dim=-1)).clamp_min(torch.finfo(scores.dtype).min)
+        scores = scores.sub_(largest[..., None]).exp_()
+        shrink = torch.exp(most - largest)
+        total = total * shrink + scores.sum(dim=-1)
+        out = out * shrink[..., None] + scores @ value[..., block, :].float()
+        most = largest
+    return out / total[..., None], most + total.log()

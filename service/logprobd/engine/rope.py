@@ -9,7 +9,10 @@ sequence, which is not served.)
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedConfig
+
+from logprobd.sequences import IntArray, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,14 @@ class LengthClasses:
 
     def __call__(self, num_tokens: int) -> int:
         return int(self.original_positions is not None and num_tokens > self.original_positions)
+
+    def inputs(self, sequence: Sequence) -> IntArray:
+        """What of a sequence goes through the model: its last token predicts nothing that is asked.
+
+        Where positions are encoded by the sequence's length it goes all the same, as in the model's own forward.
+        """
+        keeps_last = self.original_positions is not None
+        return np.concatenate([sequence.prompt, sequence.completion if keeps_last else sequence.completion[:-1]])
 
 
 def length_classes(config: PreTrainedConfig) -> LengthClasses:

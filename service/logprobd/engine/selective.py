@@ -8,17 +8,23 @@ top-k and candidates are read off the same chunk. (Within a chunk that stays in 
 log-softmax takes two thirds of the time of its logsumexp.) Nothing is known here of prompts or packing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from logprobd.engine.blocks import ROWS
 from logprobd.sequences import FloatArray, IntArray
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Maps hidden rows (rows, hidden_size) to logits (rows, vocab_size)."""
+
+Pass = tuple[int, torch.Tensor]
+"""What one forward pass gave: the last hidden states (rows, hidden_size), and the first one's place among all rows."""
+
+TOP_ENTRIES = 1 << 20  # logprobs ranked at a time, each as a 64-bit integer
 
 # What a float32 can divide by: temperatures beyond these count as the nearest of them.
 COLDEST, HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -66,20 +72,24 @@ class _Chunk:
     logprobs: torch.Tensor  # (pairs, vocab_size), float32
 
 
-def select(head: Head, hidden: torch.Tensor, targets: Targets, chunk_rows: int) -> Selected:
-    """Score `targets` from hidden states (num_rows, hidden_size), `chunk_rows` rows of logits at a time."""
+def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int, device: torch.device) -> Selected:
+    """Score `targets` from the hidden states of forward passes, `chunk_rows` rows of logits at a time."""
     rows, temperatures, pair_of_token = distinct_pairs(targets)
-    tokens = _Asked(pair_of_token, targets.ids, hidden.device)
-    candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, hidden.device)
+    tokens = _Asked(pair_of_token, targets.ids, device)
+    candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, device)
     by_pair = _ByPair(
         maximum_by(pair_of_token, targets.top_logprobs, len(rows)),
         maximum_by(pair_of_token, targets.entropy, len(rows)),
-        hidden.device,
+        device,
     )
-    for chunk in chunks(head, hidden, rows, temperatures, chunk_rows):
-        tokens.take(chunk)
-        candidates.take(chunk)
-        by_pair.take(chunk)
+    for first, states in passes:
+        begin, end = np.searchsorted(rows, (first, first + len(states))).tolist()
+        for start in range(begin, end, chunk_rows):
+            pairs = slice(start, min(start + chunk_rows, end))
+            chunk = _Chunk(start, pairs.stop, normalized(head, states, rows[pairs] - first, temperatures[pairs]))
+            tokens.take(chunk)
+            candidates.take(chunk)
+            by_pair.take(chunk)
     return Selected(
         logprobs=tokens.in_order_asked(),
         entropy=by_pair.entropy.cpu().numpy()[pair_of_token],
@@ -104,21 +114,19 @@ def maximum_by(pair_of_token: NDArray[np.int64], values: NDArray[np.generic], nu
     return largest
 
 
-def chunks(
-    head: Head, hidden: torch.Tensor, rows: NDArray[np.int64], temperatures: FloatArray, chunk_rows: int
-) -> Iterator[_Chunk]:
-    """Run the head over the pairs, `chunk_rows` at a time, and normalize in float32.
+def normalized(head: Head, states: torch.Tensor, rows: NDArray[np.int64], temperatures: FloatArray) -> torch.Tensor:
+    """Run the head over some rows and normalize in float32: (rows, vocab_size).
 
-    The row's maximum is subtracted before the division, so that no temperature overflows.
+    The row's maximum is subtracted before the division, so that no temperature overflows. The head gets whole
+    multiples of rows: matrix products of one to seven rows take other kernels, which round differently.
     """
-    for start in range(0, len(rows), chunk_rows):
-        end = min(start + chunk_rows, len(rows))
-        logits = head(hidden.index_select(0, torch.from_numpy(rows[start:end]).to(hidden.device)))
-        if (temperatures[start:end] != 1).any():
-            divisors = torch.from_numpy(temperatures[start:end]).to(logits.device)
-            logits = logits.float()
-            logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors[:, None])
-        yield _Chunk(start, end, torch.log_softmax(logits, dim=-1, dtype=torch.float32))
+    filled = np.pad(rows, (0, -len(rows) % ROWS), mode="edge")
+    logits = head(states.index_select(0, torch.from_numpy(filled).to(states.device)))[: len(rows)]
+    if (temperatures != 1).any():
+        divisors = torch.from_numpy(temperatures).to(logits.device)
+        logits = logits.float()
+        logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors[:, None])
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 class _Asked:
@@ -156,14 +164,29 @@ class _ByPair:
         if local := self._wanted(self._wants_entropy, chunk):
             self.entropy[[chunk.start + row for row in local]] = entropy(chunk.logprobs[local])
         if local := self._wanted(self._wants_top, chunk):
-            values, ids = chunk.logprobs[local].topk(self.top_ids.shape[1], dim=-1)
             places = [chunk.start + row for row in local]
+            ids = top_ids(chunk.logprobs[local], self.top_ids.shape[1])
             self.top_ids[places] = ids.int()
-            self.top_logprobs[places] = values
+            self.top_logprobs[places] = chunk.logprobs[local].gather(1, ids)
 
     def _wanted(self, wants: NDArray[np.bool_], chunk: _Chunk) -> list[int]:
         local: list[int] = np.flatnonzero(wants[chunk.start : chunk.end]).tolist()
         return local
+
+
+def top_ids(logprobs: torch.Tensor, k: int) -> torch.Tensor:
+    """The ids (rows, k) of the k largest of each row (rows, vocab_size) of float32; of equals the lower id first.
+
+    `topk` alone leaves open which of equals it takes, and takes others for another k: what one request gets
+    would depend on what another one asks. So the rank of a float, which are its bits in the right order, and
+    the id are made one integer.
+    """
+    later = torch.arange(logprobs.shape[1] - 1, -1, -1, device=logprobs.device)
+    ids = []
+    for rows in logprobs.view(torch.int32).split(max(1, TOP_ENTRIES // logprobs.shape[1])):
+        ranks = torch.where(rows < 0, rows ^ 0x7FFFFFFF, rows).long()
+        ids.append(ranks.bitwise_left_shift_(32).add_(later).topk(k, dim=-1).indices)
+    return torch.cat(ids)
 
 
 def entropy(logprobs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from logprobd.engine.attention import UnsupportedAttentionError, Windows
+from logprobd.engine.budget import SMALLEST_PASS, UNBOUNDED
 from logprobd.engine.head import NoBackboneError
 from logprobd.engine.model import LoadedModel, ModelRefusedError, text_config
 from logprobd.engine.scorer import Scorer
@@ -56,7 +57,8 @@ def choose_scorer(loaded: LoadedModel) -> tuple[Scorer, SelfTest]:
     reason = why_not_shared(loaded, shared, scorer.windows)
     layers = describe_layers(loaded.model, scorer.windows)
     if reason is None:
-        return scorer, report("shared", shared, shared, "every layer attends over the prefix tree", layers)
+        in_windows = try_windows(scorer, sequences, own)
+        return scorer, report("shared", shared, shared, in_windows, "every layer attends over the prefix tree", layers)
     loaded.model.set_attn_implementation(implementation)
     scorer = Scorer(loaded, "padded")
     padded = measure(scorer, sequences, own)
@@ -65,7 +67,7 @@ def choose_scorer(loaded: LoadedModel) -> tuple[Scorer, SelfTest]:
             f"{loaded.info.id} ({loaded.info.family}) gives wrong numbers in every layout: shared: {reason}; "
             f"padded: {padded.problem or off_by(padded)}"
         )
-    return scorer, report("padded", padded, shared, reason, layers)
+    return scorer, report("padded", padded, shared, try_windows(scorer, sequences, own), reason, layers)
 
 
 def small_tree(vocab_size: int, max_positions: int) -> list[Sequence]:
@@ -93,6 +95,19 @@ def own_forward(loaded: LoadedModel, sequence: Sequence) -> tuple[FloatArray, Fl
     logprobs = scored.gather(1, chosen[:, None])[:, 0]
     entropy = torch.special.entr(scored.exp()).sum(dim=-1)
     return logprobs.float().cpu().numpy(), entropy.float().cpu().numpy()
+
+
+def try_windows(scorer: Scorer, sequences: list[Sequence], own: list[tuple[FloatArray, FloatArray]]) -> Errors:
+    """The errors of scoring in windows of a few tokens; where they are too large, no window is ever used.
+
+    Most recurrent layers start afresh with every call of more than one token.
+    """
+    scorer.laying.in_windows = True
+    scorer.budget.allow(SMALLEST_PASS)
+    errors = measure(scorer, sequences, own)
+    scorer.budget.allow(UNBOUNDED)
+    scorer.laying.in_windows = is_exact(errors, scorer.loaded)
+    return errors
 
 
 def shared_scorer(loaded: LoadedModel) -> Scorer:
@@ -180,13 +195,16 @@ def off_by(errors: Errors) -> str:
     return f"off by up to {errors.max_logprob:.2g} nats ({errors.mean_logprob:.2g} on average)"
 
 
-def report(layout: Layout, chosen: Errors, shared: Errors, reason: str, layers: tuple[str, ...]) -> SelfTest:
+def report(
+    layout: Layout, chosen: Errors, shared: Errors, in_windows: Errors, reason: str, layers: tuple[str, ...]
+) -> SelfTest:
     return SelfTest(
         layout=layout,
         max_error=chosen.max_logprob,
         mean_error=chosen.mean_logprob,
         max_entropy_error=chosen.max_entropy,
         shared_max_error=None if shared.problem else shared.max_logprob,
+        windows_max_error=None if in_windows.problem else in_windows.max_logprob,
         reason=reason,
         layers=layers,
     )
