@@ -135,5 +135,19 @@ def test_every_waiting_sequence_is_taken_once_within_the_budget(
 
     assert len(seen) == len(set(seen))
     assert set(seen) == set(everything)
-    assert all(len(batch) == 1 or tokens_of(batch) <= budget for batch in taken)
+    assert all(len(batch) == 1 or tokens_of(batch) <= budget or rides_along(batch, budget, layout) for batch in taken)
     assert waiting.num_jobs == 0
+
+
+def rides_along(batch: list[Entry], budget: int, layout: Layout) -> bool:
+    """Whether a batch is one long prompt with no more than a budget's worth of completions."""
+    (prompt, *others) = {entry.sequence.prompt.tobytes(): len(entry.sequence.prompt) for entry in batch}.values()
+    completions = sum(len(entry.sequence.completion) for entry in batch)
+    return layout == "shared" and not others and prompt > budget // 2 and completions <= budget
+
+
+def test_completions_of_a_prompt_longer_than_the_budget_share_a_batch() -> None:
+    waiting = Waiting(max_batch_tokens=40, layout="shared")
+    waiting.add(job_of(*[("a" * 100, 15)] * 4))
+
+    assert [len(waiting.take()) for _ in range(3)] == [2, 2, 0]

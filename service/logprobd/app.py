@@ -17,7 +17,8 @@ from logprobd.dialects import native
 from logprobd.errors import ApiError
 from logprobd.logs import RequestLog
 from logprobd.responses import json_response, on_api_error, on_http_error
-from logprobd.schemas import MAX_TOP_LOGPROBS, ErrorReply, LogprobsReply, LogprobsRequest
+from logprobd.schemas import ErrorReply, LogprobsReply, LogprobsRequest
+from logprobd.sequences import MAX_TOP_LOGPROBS
 from logprobd.service import Service, describe_worker
 from logprobd.waiting import Job
 
@@ -161,7 +162,7 @@ async def info(request: Request) -> Response:
     }
     limits = {
         "max_sequence_tokens": served.max_sequence_tokens,
-        "max_batch_tokens": settings.max_batch_tokens,
+        "max_batch_tokens": settings.max_batch_tokens or ready.memory.max_pass_tokens,
         "max_queued_tokens": settings.max_queued_tokens,
         "max_body_bytes": settings.max_body_bytes,
         "max_top_logprobs": min(MAX_TOP_LOGPROBS, ready.model.vocab_size),
@@ -174,7 +175,7 @@ async def info(request: Request) -> Response:
             "layout": ready.selftest.layout,
             "selftest": asdict(ready.selftest),
             "limits": limits,
-            "memory": ready.memory,
+            "memory": asdict(ready.memory),
             "queue": service.queue,
             "workers": [describe_worker(worker) for worker in service.supervisor.workers],
             "versions": {"logprobd": __version__, **ready.versions},

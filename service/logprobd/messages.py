@@ -52,6 +52,28 @@ class SelfTest:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a worker stays within its limit; bytes of its device, beyond `baseline`, and tokens.
+
+    `baseline` is what the process takes before it loads anything (resident memory; 0 on CUDA). `idle` is in use
+    between batches, the `weights` among it. A pass takes `fixed` (a `head_chunk` of logits among it) and
+    `per_token` for each of up to `max_pass_tokens` tokens; a longer sequence goes in windows and takes
+    `per_cached_token` as well, up to `longest_sequence` tokens.
+    """
+
+    limit: int
+    baseline: int
+    idle: int
+    weights: int
+    head_chunk: int
+    fixed: int
+    per_token: int
+    per_cached_token: int
+    max_pass_tokens: int
+    longest_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """The first message to a worker: what to load, where, and on how many threads (None: torch's default)."""
 
@@ -76,18 +98,21 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker serves this model. `memory` is in bytes."""
+    """The worker serves this model."""
 
     model: ModelInfo
     tokenizer: TokenizerInfo
     selftest: SelfTest
     device: str
-    memory: dict[str, int]
+    memory: MemoryPlan
     versions: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """The outcomes of one batch, in its order."""
+    """The outcomes of one batch, in its order, and the worker's memory since it started serving, in bytes."""
 
     outcomes: tuple[Outcome, ...]
+    memory_used: int
+    memory_peak: int
+    out_of_memory_halvings: int

@@ -6,9 +6,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from logprobd.sequences import Candidates, IntArray
-
-MAX_TOP_LOGPROBS = 256
+from logprobd.sequences import MAX_TOP_LOGPROBS, Candidates, IntArray
 
 _KINDS = {
     type(None): "null",

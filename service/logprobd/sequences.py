@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+MAX_TOP_LOGPROBS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

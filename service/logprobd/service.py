@@ -53,18 +53,21 @@ class Service:
     def _open(self, ready: Ready) -> Batcher:
         """Take requests from now on."""
         limit = self.settings.max_sequence_tokens or ready.model.max_positions
+        fits = ready.memory.longest_sequence
         if limit > ready.model.max_positions:
             raise ModelRefused(
                 f"--max-sequence-tokens {limit} is more than the {ready.model.max_positions} positions of the model"
             )
+        if fits < limit:
+            log.warning("the memory limit allows shorter sequences only", wanted=limit, longest_sequence=fits)
         tokenizer = None if ready.tokenizer.json is None else Tokenizer(ready.tokenizer)
         self._batcher = Batcher(
-            max_batch_tokens=self.settings.max_batch_tokens,
+            max_batch_tokens=self.settings.max_batch_tokens or ready.memory.max_pass_tokens,
             max_queued_tokens=self.settings.max_queued_tokens,
             layout=ready.selftest.layout,
         )
         self.ready = ready
-        self._served = ServedModel(ready.model, tokenizer, limit)
+        self._served = ServedModel(ready.model, tokenizer, min(limit, fits))
         return self._batcher
 
     @property
@@ -105,4 +108,8 @@ class Service:
 
 
 def describe_worker(worker: Worker) -> dict[str, object]:
-    return {"device": worker.start_message.device, "pid": worker.pid, "state": worker.state}
+    described: dict[str, object] = {"device": worker.start_message.device, "pid": worker.pid, "state": worker.state}
+    if worker.last_scored is not None:
+        described["memory"] = {"used": worker.last_scored.memory_used, "peak": worker.last_scored.memory_peak}
+        described["out_of_memory_halvings"] = worker.last_scored.out_of_memory_halvings
+    return described

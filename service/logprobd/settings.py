@@ -3,10 +3,12 @@
 import ipaddress
 import os
 import re
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "LOGPROBD_"
@@ -40,6 +42,20 @@ class ModelSettings(BaseSettings):
     head_precision: Annotated[
         HeadPrecision, Field(description="auto or model (the model's own), or float32: of the language model head")
     ] = "auto"
+    memory_limit: Annotated[
+        str | None,
+        Field(
+            description="memory of each worker's device, such as 12GiB, or a fraction of the device such as 0.5; "
+            "without it, most of what is free at start"
+        ),
+    ] = None
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="compute every sequence by itself, so that its bits never depend on company; slower, and not "
+            "needed for a shared layout on a CPU"
+        ),
+    ] = False
     trust_remote_code: Annotated[bool, Field(description="run code that a model folder or Hub repository brings")] = (
         False
     )
@@ -56,13 +72,47 @@ class ModelSettings(BaseSettings):
             raise ValueError(f"expected auto, or devices such as cpu or cuda:0,cuda:1; got {devices!r}")
         return ",".join(names)
 
+    @field_validator("memory_limit")
+    @classmethod
+    def is_memory(cls, limit: str | None) -> str | None:
+        if limit is not None:
+            parse_memory_limit(limit)
+        return limit
+
+    @property
+    def memory_bound(self) -> "MemoryLimit | None":
+        """The memory limit as numbers."""
+        return None if self.memory_limit is None else parse_memory_limit(self.memory_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit in bytes, or where that is None, as a fraction of the device."""
+
+    bytes: int | None
+    fraction: float = 1.0
+
+
+def parse_memory_limit(text: str) -> MemoryLimit:
+    """A number with a unit (12GiB, 500MB), of bytes, or a fraction of the device up to 1."""
+    with suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return MemoryLimit(None, float(text))
+    try:
+        return MemoryLimit(int(TypeAdapter(ByteSize).validate_python(text)))
+    except ValidationError:
+        raise ValueError(f"expected a size such as 12GiB, or a fraction such as 0.5; got {text!r}") from None
+
 
 class ServeSettings(ModelSettings):
     """The options of `logprobd serve`."""
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
-    max_batch_tokens: Annotated[int, Field(description="tokens that one forward pass computes at most", ge=1)] = 4096
+    max_batch_tokens: Annotated[
+        int | None,
+        Field(description="tokens that make a batch full; without it, what a pass may have under the limit", ge=1),
+    ] = None
     max_sequence_tokens: Annotated[
         int | None, Field(description="longest prompt and completion together; the model's context without it", ge=2)
     ] = None

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -62,6 +62,7 @@ class Worker:
     state: State = "starting"
     ready: Ready | None = None
     last_batch_succeeded: bool = True
+    last_scored: Scored | None = None
     _process: _Process | None = None
     _usable: asyncio.Event = field(default_factory=asyncio.Event)
     # Its own thread: a blocking receive must not wait behind another worker's.
@@ -129,6 +130,7 @@ class Worker:
             process.kill()
             raise
         self.last_batch_succeeded = True
+        self.last_scored = replace(scored, outcomes=())  # for /info
         return list(scored.outcomes)
 
     async def _exchange(self, process: _Process, message: object) -> Any:

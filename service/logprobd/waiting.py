@@ -79,8 +79,15 @@ class Batch:
         return self.tokens + prompt + len(sequence.completion)
 
     def fits(self, key: bytes, sequence: Sequence) -> bool:
-        """A sequence longer than the budget makes a batch of its own."""
-        return not self.entries or self.tokens_with(key, sequence) <= self.max_tokens
+        """A sequence longer than the budget makes a batch of its own, which those of its prompt may join.
+
+        What shares a prompt of more than half the budget rides along up to a budget's worth of completions:
+        computing the prompt again for each few of them would cost more.
+        """
+        most = self.max_tokens
+        if self.layout == "shared" and key in self._prompts and len(sequence.prompt) > most // 2:
+            most += len(sequence.prompt)
+        return not self.entries or self.tokens_with(key, sequence) <= most
 
     def add(self, key: bytes, entry: Entry) -> None:
         self.tokens = self.tokens_with(key, entry.sequence)

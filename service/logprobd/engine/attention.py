@@ -68,6 +68,7 @@ class TreeAttention:
         self.name = f"logprobd_tree_{next(_names)}"
         self.backend = backend
         self.windows: Windows = {}
+        self.held: dict[int, tuple[int, int | None]] = {}  # by module, bytes of a token's key and value, and the window
         self._kernel: TreeKernel | None = None
         self._cache: PathCache | None = None
         AttentionInterface.register(self.name, self)
@@ -104,6 +105,7 @@ class TreeAttention:
             raise UnsupportedAttentionError(f"queries of shape {tuple(query.shape)} are not one packed row")
         self.windows[id(module)] = sliding_window
         query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
+        self.held[id(module)] = (key[0, :, 0].nbytes + value[0, :, 0].nbytes, sliding_window)
         keys, values = key[0], value[0]
         if self._cache is not None:
             keys, values = self._cache.extend(id(module), keys, values, sliding_window)

@@ -4,10 +4,11 @@ import sys
 
 import torch
 
-from logprobd.engine.model import ModelRefusedError, find_device, load, weight_bytes
-from logprobd.engine.scorer import HEAD_CHUNK_BYTES
+from logprobd.engine.memory import mib, plan_memory
+from logprobd.engine.meter import meter_of
+from logprobd.engine.model import ModelRefusedError, find_device, load
 from logprobd.engine.selftest import choose_scorer
-from logprobd.messages import SelfTest
+from logprobd.messages import MemoryPlan, SelfTest
 from logprobd.settings import ModelSettings
 
 
@@ -15,8 +16,10 @@ def run_check(settings: ModelSettings) -> int:
     """Print the verdict; 0 if the model is served exactly, 1 if it is refused."""
     try:
         device = find_device(settings.devices.split(",")[0])
+        meter = meter_of(device)
         loaded = load(settings, device, tell=lambda step: print(f"{step} ...", file=sys.stderr))
-        _, selftest = choose_scorer(loaded)
+        scorer, selftest = choose_scorer(loaded)
+        plan = plan_memory(scorer, meter, settings.memory_bound)
     except ModelRefusedError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
@@ -27,9 +30,8 @@ def run_check(settings: ModelSettings) -> int:
         "device": f"{device}, torch {torch.__version__}",
         "vocabulary": f"{info.vocab_size} tokens",
         "context": f"{info.max_positions} tokens",
-        "weights": f"{weight_bytes(loaded.model) / 2**20:.0f} MiB",
-        "head chunk": f"{HEAD_CHUNK_BYTES / 2**20:.0f} MiB of logits at a time",
         **selftest_lines(selftest),
+        **plan_lines(plan),
     }
     for name, value in lines.items():
         print(f"{name:<16}{value}")
@@ -44,4 +46,13 @@ def selftest_lines(selftest: SelfTest) -> dict[str, str]:
         "logprob error": f"max {selftest.max_error:.2g}, mean {selftest.mean_error:.2g} nats "
         "against the model's own forward",
         "entropy error": f"max {selftest.max_entropy_error:.2g} nats",
+    }
+
+
+def plan_lines(plan: MemoryPlan) -> dict[str, str]:
+    passes = f"{mib(plan.fixed)} (logits {mib(plan.head_chunk)} at a time) and {plan.per_token / 2**10:.0f} KiB a token"
+    return {
+        "memory limit": f"{mib(plan.limit)}, of which {mib(plan.idle)} between batches (weights {mib(plan.weights)})",
+        "a pass": f"{passes}; up to {plan.max_pass_tokens} tokens",
+        "longest": f"{plan.longest_sequence} tokens; {plan.per_cached_token / 2**10:.1f} KiB each for keys in windows",
     }

@@ -13,10 +13,11 @@ import torch
 from transformers import DynamicCache
 
 from logprobd.engine.attention import Backend, TreeAttention, Windows
-from logprobd.engine.blocks import ROWS
+from logprobd.engine.blocks import KEY_BLOCK, ROWS
+from logprobd.engine.budget import PassBudget
 from logprobd.engine.cache import PathCache
 from logprobd.engine.model import LoadedModel
-from logprobd.engine.packing import PrefixTree, Window, cut, pack
+from logprobd.engine.packing import Window, cut, pack
 from logprobd.engine.rope import LengthClasses
 from logprobd.engine.selective import Pass
 from logprobd.sequences import IntArray, Sequence
@@ -56,16 +57,24 @@ class SharedLayout:
         """Which sequences (of these lengths) are laid out together: all, since a long row takes several passes."""
         return [list(lengths)]
 
-    def lay_out(self, sequences: list[Sequence], max_tokens: int) -> LaidOut:
-        """Pack sequences, in passes of at most `max_tokens` tokens."""
+    def cache_bytes(self, longest: int, window: int) -> int:
+        """What the keys and values of a path take at most, beside windows of so many tokens."""
+        held = self.attention.held
+        reached = [min(longest, reach + KEY_BLOCK + window) if reach else longest for _, reach in held.values()]
+        # The layer at work also has its keys gathered and moved, and there are two masks of 256 float32 rows.
+        at_work = longest * (2 * max((size for size, _ in held.values()), default=0) + 2 * 2 * 256 * 4)
+        return at_work + sum(size * tokens for (size, _), tokens in zip(held.values(), reached, strict=True))
+
+    def lay_out(self, sequences: list[Sequence], budget: PassBudget) -> LaidOut:
+        """Pack sequences, in passes within the budget."""
         tree = pack([self.classes.inputs(sequence) for sequence in sequences])
         rows = tuple(path[scored_positions(s)] for path, s in zip(tree.paths, sequences, strict=True))
-        return LaidOut(self._passes(tree, max_tokens), rows, tree.contributed)
+        longest = int(tree.positions.max()) + 1
+        tokens = budget.pass_tokens(tree.num_tokens, longest) if self.in_windows else tree.num_tokens
+        return LaidOut(self._passes(cut(tree, tokens), longest), rows, tree.contributed)
 
-    def _passes(self, tree: PrefixTree, max_tokens: int) -> Iterator[Pass]:
-        windows = cut(tree, max_tokens if self.in_windows else tree.num_tokens)
+    def _passes(self, windows: list[Window], longest: int) -> Iterator[Pass]:
         cache = PathCache(windows) if len(windows) > 1 else None
-        longest = int(tree.positions.max())
         for window in windows if cache is None else cache:
             with self.attention.over(window, self.device, cache):
                 yield window.first, self._forward(window, longest)
@@ -76,7 +85,7 @@ class SharedLayout:
         filling = -window.num_tokens % ROWS or (ROWS if self.classes.original_positions else 0)
         states: torch.Tensor = self.backbone(
             input_ids=self._row(window.ids, filling, 0),
-            position_ids=self._row(positions, filling, longest),
+            position_ids=self._row(positions, filling, longest - 1),
             use_cache=False,
         )[0][0]
         return states[: window.num_tokens]
@@ -99,6 +108,7 @@ class PaddedLayout:
     def __init__(self, loaded: LoadedModel, backbone: torch.nn.Module, classes: LengthClasses) -> None:
         self.device, self.backbone, self.classes = loaded.device, backbone, classes
         self.config = loaded.model.config
+        self._cached_token_bytes = 0.0  # known once a sequence went in windows
 
     @property
     def windows(self) -> Windows:
@@ -113,8 +123,12 @@ class PaddedLayout:
             parts[-1].append(index)
         return parts
 
-    def lay_out(self, sequences: list[Sequence], max_tokens: int) -> LaidOut:
-        """Pad sequences to the longest of them; a single one in passes of at most `max_tokens` tokens."""
+    def cache_bytes(self, longest: int, _window: int) -> int:
+        """What transformers' cache takes at most; a layer is copied whenever it grows."""
+        return int(1.5 * longest * self._cached_token_bytes)
+
+    def lay_out(self, sequences: list[Sequence], budget: PassBudget) -> LaidOut:
+        """Pad sequences to the longest of them; a single one goes in passes within the budget."""
         inputs = [self.classes.inputs(sequence) for sequence in sequences]
         lengths = np.array([len(ids) for ids in inputs], dtype=np.int32)
         longest = int(lengths.max())
@@ -122,8 +136,9 @@ class PaddedLayout:
             np.arange(longest, dtype=np.int32)[scored_positions(s)] + np.int32(index * longest)
             for index, s in enumerate(sequences)
         )
-        cut_up = self.in_windows and len(inputs) == 1 and longest > max_tokens
-        passes = self._windows(inputs[0], max_tokens) if cut_up else self._whole(inputs, lengths)
+        tokens = budget.pass_tokens(longest, longest)
+        cut_up = self.in_windows and len(inputs) == 1 and tokens < longest
+        passes = self._windows(inputs[0], tokens) if cut_up else self._whole(inputs, lengths)
         return LaidOut(passes, rows, lengths)
 
     def _whole(self, inputs: list[IntArray], lengths: IntArray) -> Iterator[Pass]:
@@ -143,10 +158,16 @@ class PaddedLayout:
     def _windows(self, ids: IntArray, max_tokens: int) -> Iterator[Pass]:
         # Its name since transformers 5.22, and the one before.
         name = "cache" if "cache" in inspect.signature(self.backbone.forward).parameters else "past_key_values"
-        cache = {name: DynamicCache(config=self.config), "use_cache": True}
+        cache = DynamicCache(config=self.config)
         for first in range(0, len(ids), max_tokens):
             window = torch.from_numpy(ids[first : first + max_tokens].astype(np.int64)).to(self.device)
-            yield first, self.backbone(input_ids=window[None], **cache)[0][0]
+            yield first, self.backbone(input_ids=window[None], **{name: cache}, use_cache=True)[0][0]
+        self._cached_token_bytes = sum(map(nbytes_of, cache.layers)) / len(ids)
+
+
+def nbytes_of(layer: object) -> int:
+    """What one layer of a cache holds: keys and values, or the states of a recurrent layer."""
+    return sum(held.nbytes for held in vars(layer).values() if isinstance(held, torch.Tensor))
 
 
 def scored_positions(sequence: Sequence) -> slice:

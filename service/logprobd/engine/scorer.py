@@ -4,6 +4,7 @@ Knows nothing of processes, queues or HTTP: the worker, `logprobd check` and the
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,7 +21,7 @@ from logprobd.engine.selective import select
 from logprobd.messages import Layout
 from logprobd.sequences import Failure, Outcome, Sequence
 
-HEAD_CHUNK_BYTES = 24 << 20  # float32 logits that exist at a time; small enough to stay in a CPU's cache
+CHUNK_ROWS = 128  # rows of logits at a time, until a memory plan says how many
 
 
 class Scorer:
@@ -34,10 +35,11 @@ class Scorer:
         self.model, self.device = loaded.model, loaded.device
         self.layout = layout
         self.budget = PassBudget()
+        self.release: Callable[[], None] = nothing  # give back what the allocator keeps; a meter's (see memory.py)
         self.alone = False  # each sequence in passes of its own (--batch-invariant)
         self.head = ModelHead(loaded.model, loaded.head_dtype)
         self._length_class = length_classes(loaded.model.config)
-        self.chunk_rows = max(16, HEAD_CHUNK_BYTES // (4 * loaded.info.vocab_size))
+        self.chunk_rows = CHUNK_ROWS
         self.laying: SharedLayout | PaddedLayout = (
             SharedLayout(loaded, self.head.backbone, self._length_class, backend)
             if layout == "shared"
@@ -72,7 +74,7 @@ class Scorer:
             self.budget.held()
             return outcomes
         # Outside the except clause: the error's traceback holds the failed pass's tensors.
-        release_memory(self.device)
+        self.release()
         return self._score_with_less(sequences)
 
     def _score_with_less(self, sequences: Seq[Sequence]) -> list[Outcome]:
@@ -100,7 +102,7 @@ class Scorer:
     def _score_part(self, sequences: list[Sequence]) -> list[Outcome]:
         """Score sequences whose positions are encoded alike."""
         with self._autocast():
-            laid_out = self.laying.lay_out(sequences, self.budget.tokens)
+            laid_out = self.laying.lay_out(sequences, self.budget)
             targets = targets_of(sequences, laid_out.rows)
             selected = select(self.head, laid_out.passes, targets, self.chunk_rows, self.device)
         return split(selected, sequences, laid_out.computed)
@@ -109,10 +111,7 @@ class Scorer:
         return torch.autocast(self.device.type, torch.bfloat16) if self.loaded.autocast else nullcontext()
 
 
-def release_memory(device: torch.device) -> None:
-    """Give what the allocator keeps back to the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def nothing() -> None: ...
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

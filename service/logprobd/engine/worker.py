@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import transformers
 
-from logprobd.engine.model import ModelRefusedError, find_device, load, weight_bytes
-from logprobd.engine.scorer import HEAD_CHUNK_BYTES, Scorer
+from logprobd.engine.memory import plan_memory
+from logprobd.engine.meter import Meter, meter_of
+from logprobd.engine.model import ModelRefusedError, find_device, load
+from logprobd.engine.scorer import Scorer
 from logprobd.engine.selftest import choose_scorer
 from logprobd.messages import Loading, Ready, Refused, Scored, Start
 
@@ -23,36 +25,41 @@ def main(fd: int) -> None:
     connection: Connection[Any, Any] = Connection(fd)
     try:
         start = connection.recv()
-        scorer = prepare(connection, start)
-        if scorer is not None:
-            serve(connection, scorer)
+        prepared = prepare(connection, start)
+        if prepared is not None:
+            serve(connection, *prepared)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the service is gone
 
 
-def prepare(connection: "Connection[Any, Any]", start: Start) -> Scorer | None:
+def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, Meter] | None:
     """Load and test the model, telling the service about each step; None if it is refused."""
     if start.threads is not None:
         torch.set_num_threads(start.threads)
     try:
         device = find_device(start.device)
+        meter = meter_of(device)
         connection.send(Loading("loading the weights"))
         loaded = load(start.settings, device, tell=lambda step: connection.send(Loading(step)))
         connection.send(Loading("comparing with the model's own forward"))
         scorer, selftest = choose_scorer(loaded)
+        scorer.alone = start.settings.batch_invariant
+        connection.send(Loading("measuring the memory of a pass"))
+        on_device = max(1, start.settings.devices.split(",").count(start.device))
+        plan = plan_memory(scorer, meter, start.settings.memory_bound, on_device)
     except ModelRefusedError as error:
         connection.send(Refused(str(error)))
         return None
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    memory = {"weights": weight_bytes(loaded.model), "head_chunk": HEAD_CHUNK_BYTES}
-    connection.send(Ready(loaded.info, loaded.tokenizer, selftest, str(device), memory, versions))
-    return scorer
+    connection.send(Ready(loaded.info, loaded.tokenizer, selftest, str(device), plan, versions))
+    return scorer, meter
 
 
-def serve(connection: "Connection[Any, Any]", scorer: Scorer) -> None:
+def serve(connection: "Connection[Any, Any]", scorer: Scorer, meter: Meter) -> None:
     """Take, run, give back."""
     while True:
-        connection.send(Scored(tuple(scorer.score(connection.recv()))))
+        outcomes = tuple(scorer.score(connection.recv()))
+        connection.send(Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings))
 
 
 if __name__ == "__main__":
