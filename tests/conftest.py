@@ -1,5 +1,6 @@
 """Fixtures that several test files share: the embedded model, a tiny one on disk, and services of both."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from logprobd.engine.gguf import embedded_gguf, folder_of_gguf
 from logprobd.settings import default_cache_dir
+from logprobd.supervisor import REPRODUCIBLE_MKL
 from oracle import tiny_llama
 from running import Running, running_service
+
+os.environ.update(REPRODUCIBLE_MKL | os.environ)  # as in a worker, and before MKL computes anything
 
 
 @pytest.fixture(scope="session")

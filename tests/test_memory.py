@@ -69,8 +69,10 @@ def test_the_longest_sequence_is_what_leaves_room_for_a_window() -> None:
 
 
 def test_a_limit_that_holds_no_window_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelRefusedError, match=r"--memory-limit \d+ MiB is too small: \d+ MiB are in use .* would do"):
-        planned(wide_llama(), 0)
+    scorer, _ = choose_scorer(loaded(wide_llama()))
+
+    with pytest.raises(ModelRefusedError, match=r"--memory-limit 1 MiB is too small: \d+ MiB are in use .* would do"):
+        plan_memory(scorer, CpuMeter(), MemoryLimit(1))
 
 
 def test_attention_over_every_pair_of_tokens_is_planned_for() -> None:

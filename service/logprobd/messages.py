@@ -38,7 +38,8 @@ class SelfTest:
 
     `error_*` compare the chosen layout with the model's own forward; `shared_max_error` is that of the
     shared layout even where it was not chosen, and `windows_max_error` that of sequences cut into windows; they
-    are None where a way could not run at all. `layers` says what each layer does with a packed row.
+    are None where a way could not run at all. `batch_invariant`: sequences got the same bits alone as together.
+    `layers` says what each layer does with a packed row.
     """
 
     layout: Layout
@@ -47,6 +48,7 @@ class SelfTest:
     max_entropy_error: float
     shared_max_error: float | None
     windows_max_error: float | None
+    batch_invariant: bool
     reason: str
     layers: tuple[str, ...]
 

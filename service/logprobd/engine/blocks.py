@@ -33,12 +33,13 @@ def invariant_keys(num_keys: int, dim: int, dtype: torch.dtype) -> int:
 def last_blocks(dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The numbers of keys for which fused attention has the bits of a whole block, filled up with masked keys."""
     random = torch.Generator().manual_seed(0)
+    heads = 4 if dtype == torch.float32 else 48
     query, key, value = (
-        torch.randn((1, 4, rows, dim), generator=random).to(dtype) for rows in (ROWS, KEY_BLOCK, KEY_BLOCK)
+        torch.randn((1, heads, rows, dim), generator=random).to(dtype) for rows in (ROWS, KEY_BLOCK, KEY_BLOCK)
     )
 
     def attend(num_keys: int, num_seen: int) -> torch.Tensor:
-        mask = torch.zeros((1, 4, ROWS, num_keys), dtype=dtype)
+        mask = torch.zeros((1, heads, ROWS, num_keys), dtype=dtype)
         mask[..., num_seen:] = -torch.inf
         keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
         out: torch.Tensor = fused_attention(query, keys, values, 0.0, False, attn_mask=mask)[0]
@@ -46,6 +47,8 @@ def last_blocks(dim: int, dtype: torch.dtype) -> tuple[int, ...]:
 
     lengths = range(ROWS, KEY_BLOCK, ROWS)
     same = [length for length in lengths if torch.equal(attend(length, length), attend(KEY_BLOCK, length))]
+    if dtype != torch.float32:  # rounded to fewer bits, sums in another order may look the same
+        same = [length for length in same if length in last_blocks(dim, torch.float32)]
     return (0, *same, KEY_BLOCK)
 
 

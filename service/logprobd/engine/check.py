@@ -18,7 +18,7 @@ def run_check(settings: ModelSettings) -> int:
         device = find_device(settings.devices.split(",")[0])
         meter = meter_of(device)
         loaded = load(settings, device, tell=lambda step: print(f"{step} ...", file=sys.stderr))
-        scorer, selftest = choose_scorer(loaded)
+        scorer, selftest = choose_scorer(loaded, alone=settings.batch_invariant)
         plan = plan_memory(scorer, meter, settings.memory_bound)
     except ModelRefusedError as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -46,6 +46,7 @@ def selftest_lines(selftest: SelfTest) -> dict[str, str]:
         "logprob error": f"max {selftest.max_error:.2g}, mean {selftest.mean_error:.2g} nats "
         "against the model's own forward",
         "entropy error": f"max {selftest.max_entropy_error:.2g} nats",
+        "same bits": "alone and in company" if selftest.batch_invariant else "not always: see --batch-invariant",
     }
 
 

@@ -16,7 +16,7 @@ from logprobd.engine.budget import SMALLEST_PASS, UNBOUNDED
 from logprobd.engine.head import NoBackboneError
 from logprobd.engine.model import LoadedModel, ModelRefusedError, text_config
 from logprobd.engine.scorer import Scorer
-from logprobd.messages import Layout, SelfTest
+from logprobd.messages import SelfTest
 from logprobd.sequences import FloatArray, IntArray, Options, Outcome, Scores, Sequence
 
 # Largest errors in nats that count as the same forward in another order. A missing cap, scale or mask is
@@ -47,27 +47,32 @@ class Errors:
     problem: str | None = None
 
 
-def choose_scorer(loaded: LoadedModel) -> tuple[Scorer, SelfTest]:
-    """The scorer in the layout that is exact, shared if possible; raises ModelRefusedError if none is."""
+def choose_scorer(loaded: LoadedModel, *, alone: bool = False) -> tuple[Scorer, SelfTest]:
+    """The scorer in the layout that is exact, shared if possible; raises ModelRefusedError if none is.
+
+    `alone`: each sequence in passes of its own.
+    """
     sequences = small_tree(loaded.info.vocab_size, loaded.info.max_positions)
     own = [own_forward(loaded, sequence) for sequence in sequences]
     implementation = loaded.model.config._attn_implementation
     scorer = shared_scorer(loaded)
+    scorer.alone = alone
     shared = measure(scorer, sequences, own)
     reason = why_not_shared(loaded, shared, scorer.windows)
     layers = describe_layers(loaded.model, scorer.windows)
     if reason is None:
-        in_windows = try_windows(scorer, sequences, own)
-        return scorer, report("shared", shared, shared, in_windows, "every layer attends over the prefix tree", layers)
+        reason = "every layer attends over the prefix tree"
+        return scorer, report(scorer, shared, shared, try_windows(scorer, sequences, own), sequences, reason, layers)
     loaded.model.set_attn_implementation(implementation)
     scorer = Scorer(loaded, "padded")
+    scorer.alone = alone
     padded = measure(scorer, sequences, own)
     if not is_exact(padded, loaded):
         raise ModelRefusedError(
             f"{loaded.info.id} ({loaded.info.family}) gives wrong numbers in every layout: shared: {reason}; "
             f"padded: {padded.problem or off_by(padded)}"
         )
-    return scorer, report("padded", padded, shared, try_windows(scorer, sequences, own), reason, layers)
+    return scorer, report(scorer, padded, shared, try_windows(scorer, sequences, own), sequences, reason, layers)
 
 
 def small_tree(vocab_size: int, max_positions: int) -> list[Sequence]:
@@ -108,6 +113,33 @@ def try_windows(scorer: Scorer, sequences: list[Sequence], own: list[tuple[Float
     scorer.budget.allow(UNBOUNDED)
     scorer.laying.in_windows = is_exact(errors, scorer.loaded)
     return errors
+
+
+def same_bits_alone(scorer: Scorer, sequences: list[Sequence]) -> bool:
+    """Whether sequences get together exactly the numbers that each gets alone."""
+    if not scorer.alone and is_known_to_vary(scorer.loaded):
+        return False
+    together = scorer.score(sequences)
+    alone = [scorer.score([sequence])[0] for sequence in sequences]
+    return all(bits_of(one) == bits_of(other) for one, other in zip(together, alone, strict=True))
+
+
+def is_known_to_vary(loaded: LoadedModel) -> bool:
+    """Where a few sequences may agree by luck: under autocast, and with oneDNN's matrix products in half precision."""
+    if loaded.autocast:
+        return True
+    return loaded.device.type == "cpu" and loaded.info.precision != "float32" and has_half_kernels()
+
+
+def has_half_kernels() -> bool:
+    """Whether oneDNN multiplies half-precision matrices on this CPU; else torch's own kernels do."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def bits_of(outcome: Outcome) -> bytes:
+    assert isinstance(outcome, Scores), "a layout that failed was chosen. This is a bug."
+    assert outcome.entropy is not None, "the self-test asks for entropies. This is a bug."
+    return outcome.logprobs.tobytes() + outcome.entropy.tobytes()
 
 
 def shared_scorer(loaded: LoadedModel) -> Scorer:
@@ -196,15 +228,22 @@ def off_by(errors: Errors) -> str:
 
 
 def report(
-    layout: Layout, chosen: Errors, shared: Errors, in_windows: Errors, reason: str, layers: tuple[str, ...]
+    scorer: Scorer,
+    chosen: Errors,
+    shared: Errors,
+    in_windows: Errors,
+    sequences: list[Sequence],
+    reason: str,
+    layers: tuple[str, ...],
 ) -> SelfTest:
     return SelfTest(
-        layout=layout,
+        layout=scorer.layout,
         max_error=chosen.max_logprob,
         mean_error=chosen.mean_logprob,
         max_entropy_error=chosen.max_entropy,
         shared_max_error=None if shared.problem else shared.max_logprob,
         windows_max_error=None if in_windows.problem else in_windows.max_logprob,
+        batch_invariant=same_bits_alone(scorer, sequences),
         reason=reason,
         layers=layers,
     )

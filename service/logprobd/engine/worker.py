@@ -42,8 +42,7 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, M
         connection.send(Loading("loading the weights"))
         loaded = load(start.settings, device, tell=lambda step: connection.send(Loading(step)))
         connection.send(Loading("comparing with the model's own forward"))
-        scorer, selftest = choose_scorer(loaded)
-        scorer.alone = start.settings.batch_invariant
+        scorer, selftest = choose_scorer(loaded, alone=start.settings.batch_invariant)
         connection.send(Loading("measuring the memory of a pass"))
         on_device = max(1, start.settings.devices.split(",").count(start.device))
         plan = plan_memory(scorer, meter, start.settings.memory_bound, on_device)
