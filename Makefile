@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve check test lint format families
+.PHONY: install serve check test lint format families bench
 
 install: $(INSTALLED)
 
@@ -38,3 +38,8 @@ format: install
 
 families: install
 	$(BIN)/python tests/family_table.py > docs/families.md
+
+# Takes hours on a small machine; each by itself: .venv/bin/python tests/bench NAME --out docs/bench
+bench: install
+	$(PIP) -c constraints.txt -e '.[bench]'
+	for name in seed trainer growth precision longest packing; do $(BIN)/python tests/bench $$name --out docs/bench || exit 1; done

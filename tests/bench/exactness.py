@@ -1,13 +1,12 @@
 """The largest errors of a running service (the embedded model) against the model's own float32 forward.
 
     .venv/bin/logprobd serve &
-    .venv/bin/python tests/bench/exactness.py http://127.0.0.1:8000
+    .venv/bin/python tests/bench exactness --url http://127.0.0.1:8000
 
 One line a prompt length: groups of up to 16 completions, real prose and random ids, three temperatures.
 """
 
-import json
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import httpx
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.report import report
 
 GRID = [(1, 16, 12), (2, 8, 30), (17, 16, 24), (130, 12, 40), (520, 8, 64), (900, 4, 90), (1300, 3, 70), (2000, 2, 50)]
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -48,17 +49,19 @@ def errors(url: str, model: Any, prompt: list[int], completions: list[list[int]]
     return figures
 
 
-def main(url: str) -> None:
-    folder = httpx.get(f"{url}/info").json()["model"]["path"]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+
+
+def run(options: argparse.Namespace) -> None:
+    folder = httpx.get(f"{options.url}/info").json()["model"]["path"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prose = AutoTokenizer.from_pretrained(folder)((Path(__file__).parents[2] / "LICENSE").read_text())["input_ids"]
     random = np.random.default_rng(0)
+    rows = []
     for num_prompt, num_completions, length in GRID:
         completions = [prose[num_prompt : num_prompt + length]]
         while len(completions) < num_completions:
             completions.append(random.integers(0, 49152, random.integers(1, length + 1)).tolist())
-        print(json.dumps(errors(url, model, prose[:num_prompt], completions)), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
+        rows.append(errors(options.url, model, prose[:num_prompt], completions))
+    report("exactness", rows, options.out)

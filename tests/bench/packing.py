@@ -1,18 +1,19 @@
 """How long packing takes beside the forward pass of the same sequences, on the embedded model.
 
-    .venv/bin/python tests/bench/packing.py
+    .venv/bin/python tests/bench packing
 
 512 sequences of 1,024 tokens, in groups of 8 that share their prompt and with nothing shared. The forward is
 measured on a part of them, whose tokens are counted, since all of it takes minutes on a CPU.
 """
 
-import json
-import statistics
+import argparse
 import time
 
 import numpy as np
 import torch
 
+from bench.measuring import median
+from bench.report import Row, report
 from logprobd.engine.model import load
 from logprobd.engine.packing import cut, find_nodes, pack
 from logprobd.engine.scorer import Scorer
@@ -41,7 +42,7 @@ def seconds_to_pack(ids: list[IntArray]) -> float:
         find_nodes(cut(tree, tree.num_tokens)[0])
         return time.perf_counter() - started
 
-    return statistics.median(once() for _ in range(5))
+    return median([once() for _ in range(5)])
 
 
 def seconds_a_token(scorer: Scorer, ids: list[IntArray]) -> float:
@@ -52,15 +53,17 @@ def seconds_a_token(scorer: Scorer, ids: list[IntArray]) -> float:
     return (time.perf_counter() - started) / tokens
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(options: argparse.Namespace) -> None:
     scorer = Scorer(load(ModelSettings(), torch.device("cpu")), "shared")
+    rows: list[Row] = []
     for group in (GROUP, 1):
         ids = sequences(group)
         packing = seconds_to_pack(ids)
         forward = seconds_a_token(scorer, ids) * pack(ids).num_tokens
-        figures = {"group": group, "packing_seconds": round(packing, 4), "forward_seconds": round(forward, 1)}
-        print(json.dumps(figures | {"packing_percent_of_forward": round(100 * packing / forward, 3)}))
-
-
-if __name__ == "__main__":
-    main()
+        rows.append({"group": group, "packing seconds": round(packing, 4), "forward seconds": round(forward, 1)})
+        rows[-1]["packing % of forward"] = round(100 * packing / forward, 3)
+    report("packing", rows, options.out)

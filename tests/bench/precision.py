@@ -1,0 +1,112 @@
+"""What each precision costs in accuracy: ours against the float32 truth and two policies that trainers run.
+
+    .venv/bin/python tests/bench precision [--tokens 200]
+
+Prose and completions sampled from the embedded model itself. `k3` is John Schulman's estimator of the divergence,
+exp(r) - 1 - r with r = reference - policy, a token's mean: what a trainer would log as KL though both models are the
+same. The truth is the stock float32 forward; `trl` is TRL's default policy, float32 weights under bfloat16 autocast;
+`bfloat16` is a policy whose weights are bfloat16, with a float32 log-softmax.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bench.models import stock_model
+from bench.report import Row, report
+from bench.stock import gathered, ids_of
+from logprobd.engine.model import load
+from logprobd.engine.scorer import Scorer
+from logprobd.sequences import FloatArray, IntArray, Options, Scores, Sequence
+from logprobd.settings import HeadPrecision, ModelSettings, Precision
+from logprobd.tokenizer import Tokenizer
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "autocast", "bfloat16", "float16")
+HEADS: tuple[HeadPrecision, ...] = ("model", "float32")
+PROSE = (
+    "The harbour lay quiet that morning, and the boats that had gone out before dawn were only specks on the grey "
+    "line of the sea. Anna counted them twice, as her father had taught her, and wrote the number in the book.",
+    "To measure the height of a tower with a barometer, a student may read the pressure at its foot and at its top, "
+    "and compute the difference in altitude from the two readings, since air thins out regularly with height.",
+    "Whether a small town needs a library is a question that is asked whenever money is short. Those who ask it "
+    "seldom remember how many of them learnt to read in one, or where they went when the shops were closed.",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=200, help="scored tokens of each kind of text")
+
+
+def run(options: argparse.Namespace) -> None:
+    model = stock_model(ModelSettings(devices="cpu"))
+    texts = {"prose": prose(options.tokens), "sampled": sampled(model, options.tokens)}
+    policies = {
+        kind: {
+            "float32": stock(model, sequences),
+            "trl": under_autocast(model, sequences),
+            "bfloat16": stock(stock_model(ModelSettings(devices="cpu", precision="bfloat16")), sequences),
+        }
+        for kind, sequences in texts.items()
+    }
+    rows: list[Row] = []
+    for precision, head in itertools.product(PRECISIONS, HEADS):
+        if precision in ("float32",) and head == "float32":
+            continue  # the same
+        settings = ModelSettings(devices="cpu", precision=precision, head_precision=head)
+        scorer = Scorer(load(settings, torch.device("cpu"), tell=lambda _: None), "shared")
+        for kind, sequences in texts.items():
+            scored = np.concatenate([o.logprobs for o in scorer.score(sequences) if isinstance(o, Scores)])
+            rows.append({"precision": precision, "head": head, "text": kind} | against(scored, policies[kind]))
+    report("precision", rows, options.out, f"{options.tokens} scored tokens of each kind; differences and k3 in nats.")
+
+
+def against(scored: FloatArray, policies: dict[str, FloatArray]) -> Row:
+    row: Row = {}
+    for name, policy in policies.items():
+        ratio = scored.astype(np.float64) - policy
+        row[f"mean error, {name}"] = float(np.abs(ratio).mean())
+        row[f"max error, {name}"] = float(np.abs(ratio).max())
+        row[f"k3, {name}"] = float((np.exp(ratio) - 1 - ratio).mean())
+    return row
+
+
+def prose(tokens: int) -> list[Sequence]:
+    """The first words of each text as the prompt, the rest as the completion."""
+    settings = ModelSettings(devices="cpu")
+    tokenizer = Tokenizer(load(settings, torch.device("cpu"), tell=lambda _: None).tokenizer)
+    ids = [tokenizer.encode_prompt(text) for text in PROSE]
+    return [Sequence(one[:10], one[10 : 10 + tokens // len(ids)], Options()) for one in ids]
+
+
+@torch.inference_mode()
+def sampled(model: PreTrainedModel, tokens: int) -> list[Sequence]:
+    """Completions drawn from the model itself at a temperature of 1."""
+    torch.manual_seed(0)
+    prompts = [sequence.prompt for sequence in prose(tokens)]
+    return [Sequence(prompt, sample(model, prompt, tokens // len(prompts)), Options()) for prompt in prompts]
+
+
+def sample(model: PreTrainedModel, prompt: IntArray, count: int) -> IntArray:
+    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
+    given = torch.from_numpy(prompt.astype(np.int64))[None]
+    ids = generate(given, do_sample=True, top_k=0, max_new_tokens=count, min_new_tokens=count, use_cache=True)
+    return ids[0, len(prompt) :].numpy().astype(np.int32)
+
+
+@torch.inference_mode()
+def stock(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:
+    """The model's own forward on each sequence, with a float32 log-softmax."""
+    scored = []
+    for sequence in sequences:
+        logits = model(input_ids=ids_of(model, sequence)[None], use_cache=False).logits[0]
+        scored.append(gathered(logits[len(sequence.prompt) - 1 : -1].float().log_softmax(-1), sequence.completion))
+    return np.concatenate(scored)
+
+
+def under_autocast(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:
+    with torch.autocast("cpu", torch.bfloat16):
+        return stock(model, sequences)
