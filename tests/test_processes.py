@@ -205,3 +205,18 @@ def test_json_logs_are_one_object_a_line_and_never_show_contents(tiny_folder: Pa
         assert request["tokens"] == 5
         assert request["request_id"]
         assert "203, 204" not in running.log
+
+
+def test_a_queue_that_fills_batches_loses_nothing_with_its_worker(tiny_folder: Path, tmp_path: Path) -> None:
+    """With a second batch on its way behind the one that runs, when the worker is killed."""
+    with running_service(tmp_path / "log", "--model", str(tiny_folder), "--max-batch-tokens", "64") as running:
+        bodies = [{"prompt": [number, 1, 2], "completions": [[3] * 30] * 2} for number in range(120)]
+        alone = running.post(bodies[7]).json()["groups"]
+        with ThreadPoolExecutor(40) as pool:
+            replies = pool.map(running.post, bodies)
+            time.sleep(0.2)
+            os.kill(running.worker_pids()[0], signal.SIGKILL)
+            answered = list(replies)
+
+    assert [reply.status_code for reply in answered] == [200] * 120
+    assert answered[7].json()["groups"] == alone

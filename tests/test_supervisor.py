@@ -10,7 +10,7 @@ import pytest
 from logprobd.messages import Start
 from logprobd.sequences import Failure, Options, Outcome, Scores, Sequence
 from logprobd.settings import ModelSettings
-from logprobd.supervisor import Supervisor, Worker, WorkerDiedError, start_messages
+from logprobd.supervisor import NeverStartedError, Supervisor, Worker, WorkerDiedError, start_messages
 
 
 def sequence_of(number: int) -> Sequence:
@@ -24,12 +24,16 @@ class ScriptedWorker:
 
     poison: set[int]
     deaths: int = 0
+    losses: int = 0
     batches: list[list[int]] = field(default_factory=list)
     start_message: Start = field(default_factory=lambda: Start(ModelSettings(), "cpu", None))
 
     async def score(self, sequences: list[Sequence]) -> list[Outcome]:
         numbers = [int(sequence.completion[0]) for sequence in sequences]
         self.batches.append(numbers)
+        if self.losses:
+            self.losses -= 1
+            raise NeverStartedError
         if self.deaths or self.poison & set(numbers):
             self.deaths = max(0, self.deaths - 1)
             raise WorkerDiedError
@@ -47,6 +51,14 @@ def test_a_batch_that_lost_its_worker_once_is_tried_again_whole() -> None:
 
     assert [outcome.logprobs[0] for outcome in outcomes if isinstance(outcome, Scores)] == [0, 1, 2, 3, 4]
     assert worker.batches == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_a_batch_lost_behind_another_one_is_not_counted_against_it() -> None:
+    worker = ScriptedWorker(poison=set(), deaths=1, losses=5)
+    outcomes = score(worker, range(3))
+
+    assert [outcome.logprobs[0] for outcome in outcomes if isinstance(outcome, Scores)] == [0, 1, 2]
+    assert worker.batches == [[0, 1, 2]] * 7
 
 
 @pytest.mark.parametrize("poison", [{0}, {6}, {12}, {3, 4}, {0, 12}])

@@ -146,6 +146,16 @@ def rides_along(batch: list[Entry], budget: int, layout: Layout) -> bool:
     return layout == "shared" and not others and prompt > budget // 2 and completions <= budget
 
 
+def test_what_waits_fills_a_batch_once_its_tokens_do() -> None:
+    waiting = Waiting(max_batch_tokens=12, layout="shared")
+    filled = []
+    for job in (job_of(("abcd", 3)), job_of(("abcd", 3)), job_of(("z", 1))):
+        waiting.add(job)
+        filled.append(waiting.fills_a_batch())
+
+    assert filled == [False, False, True]
+
+
 def test_completions_of_a_prompt_longer_than_the_budget_share_a_batch() -> None:
     waiting = Waiting(max_batch_tokens=40, layout="shared")
     waiting.add(job_of(*[("a" * 100, 15)] * 4))

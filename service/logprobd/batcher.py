@@ -30,6 +30,7 @@ class Batcher:
         self._waiters: dict[Job, asyncio.Future[None]] = {}
         self._arrived = asyncio.Event()
         self._tokens_per_second = 1000.0  # a guess until the first batch is measured
+        self._answered_at = 0.0
 
     @property
     def num_jobs(self) -> int:
@@ -65,10 +66,14 @@ class Batcher:
             )
         self.tokens += job.tokens
 
-    async def serve(self, score: Score) -> None:
-        """Feed one worker for ever: take, run, give back."""
+    async def serve(self, score: Score, *, ahead: bool = False) -> None:
+        """Feed one worker for ever: take, run, give back.
+
+        `ahead`: only when what waits fills a batch, so that a second one can be on its way while one runs, and
+        nobody rides along in a smaller batch than by waiting.
+        """
         while True:
-            entries = self._waiting.take()
+            entries = self._waiting.take() if not ahead or self._waiting.fills_a_batch() else []
             if not entries:
                 self._arrived.clear()
                 await self._arrived.wait()
@@ -76,7 +81,7 @@ class Batcher:
             started = time.perf_counter()
             outcomes = await self._outcomes(score, [entry.sequence for entry in entries])
             self._answer(entries, outcomes)
-            self._measure(entries, time.perf_counter() - started)
+            self._measure(entries, started)
 
     async def _outcomes(self, score: Score, sequences: list[Sequence]) -> list[Outcome]:
         """The outcomes of a batch; whatever goes wrong becomes the outcome of each of its sequences."""
@@ -98,7 +103,9 @@ class Batcher:
         if job.num_unanswered == 0 and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _measure(self, entries: list[Entry], seconds: float) -> None:
-        """Keep a moving average of the speed, for Retry-After."""
+    def _measure(self, entries: list[Entry], started: float) -> None:
+        """Keep a moving average of the speed, for Retry-After; a batch sent ahead did not run until the one before."""
+        now = time.perf_counter()
+        seconds, self._answered_at = now - max(started, self._answered_at), now
         tokens = sum(entry.job.costs[entry.index] for entry in entries)
         self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * tokens / max(seconds, 1e-3)

@@ -37,7 +37,8 @@ class Service:
                 ready = await self._first_ready()
                 batcher = self._open(ready)
                 for worker in self.supervisor.workers:
-                    group.create_task(batcher.serve(partial(self.supervisor.score, worker)))
+                    for ahead in (False, True):
+                        group.create_task(batcher.serve(partial(self.supervisor.score, worker), ahead=ahead))
         except* ModelRefused as refused:
             raise refused.exceptions[0] from None
 

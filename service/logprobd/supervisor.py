@@ -12,6 +12,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ log = structlog.get_logger(__name__)
 
 class WorkerDiedError(Exception):
     """The worker ended before it gave its batch back."""
+
+
+class NeverStartedError(WorkerDiedError):
+    """The worker ended while the batch was still waiting behind another one: it cannot have been the cause."""
 
 
 class ModelRefused(Exception):  # noqa: N818 - an outcome of a start, not a fault of the program
@@ -65,8 +70,11 @@ class Worker:
     last_scored: Scored | None = None
     _process: _Process | None = None
     _usable: asyncio.Event = field(default_factory=asyncio.Event)
-    # Its own thread: a blocking receive must not wait behind another worker's.
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "worker-pipe"))
+    # Threads of its own: a blocking receive must not wait behind another worker's, nor the next batch behind it.
+    _sending: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "worker-send"))
+    _receiving: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "worker-receive"))
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _in_flight: list[object] = field(default_factory=list)  # batches sent and not answered; the first one runs
 
     @property
     def pid(self) -> int | None:
@@ -105,10 +113,14 @@ class Worker:
 
     async def _shake_hands(self, process: _Process) -> None:
         """Tell the process what to load and wait until it serves it."""
-        message = await self._exchange(process, self.start_message)
-        while isinstance(message, Loading):
-            log.info(message.step, device=self.start_message.device, pid=process.process.pid)
-            message = await self._in_thread(process.connection.recv)
+        self._in_flight.clear()
+        try:
+            message = await self._exchange(process, self.start_message)
+            while isinstance(message, Loading):
+                log.info(message.step, device=self.start_message.device, pid=process.process.pid)
+                message = await self._receive(process)
+        except (EOFError, OSError) as error:
+            raise WorkerDiedError from error
         if isinstance(message, Refused):
             raise ModelRefused(message.reason)
         self.ready = message
@@ -118,33 +130,35 @@ class Worker:
         log_ready(message, process.process.pid)
 
     async def score(self, sequences: list[Sequence]) -> list[Outcome]:
-        """One batch through the process, when it is up; raises WorkerDiedError if it dies of it."""
+        """One batch through the process, when it is up; another one may be sent before its answer is there.
+
+        Raises WorkerDiedError if the process dies of it, NeverStartedError if of the batch before it.
+        """
         await self._usable.wait()
-        process = self._process
+        process, ticket = self._process, object()
         assert process is not None, "a usable worker has a process. This is a bug."
+        self._in_flight.append(ticket)
         try:
             scored: Scored = await self._exchange(process, sequences)
-        except WorkerDiedError:
+        except (EOFError, OSError) as error:
             self._usable.clear()  # until keep_alive has started another
             self.last_batch_succeeded = False
             process.kill()
-            raise
+            raise (WorkerDiedError if self._in_flight[:1] == [ticket] else NeverStartedError) from error
+        self._in_flight.remove(ticket)
         self.last_batch_succeeded = True
         self.last_scored = replace(scored, outcomes=())  # for /info
         return list(scored.outcomes)
 
     async def _exchange(self, process: _Process, message: object) -> Any:
-        def send_and_receive() -> Any:
-            process.connection.send(message)
-            return process.connection.recv()
+        loop = asyncio.get_running_loop()
+        async with self._turn:  # answers come in the order of the messages
+            await loop.run_in_executor(self._sending, partial(process.connection.send, message))
+            answer = self._receive(process)
+        return await answer
 
-        return await self._in_thread(send_and_receive)
-
-    async def _in_thread(self, blocking: Any) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, blocking)
-        except (EOFError, OSError) as error:
-            raise WorkerDiedError from error
+    def _receive(self, process: _Process) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._receiving, process.connection.recv)
 
     async def stop(self) -> None:
         """Kill the process for good."""
@@ -153,7 +167,8 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             await self._process.process.wait()
-        self._thread.shutdown(wait=False)
+        self._sending.shutdown(wait=False)
+        self._receiving.shutdown(wait=False)
 
 
 class Supervisor:
@@ -184,10 +199,14 @@ class Supervisor:
         A batch that kills its worker is tried once more, then split, until only the sequence that kills
         workers is left.
         """
-        for _attempt in range(2):
+        deaths = 0
+        while deaths < 2:
             try:
                 return await worker.score(sequences)
+            except NeverStartedError:
+                continue
             except WorkerDiedError:
+                deaths += 1
                 log.warning("a batch lost its worker", sequences=len(sequences), device=worker.start_message.device)
         if len(sequences) == 1:
             return [Failure("worker_crashed", "the worker process died of this sequence twice")]

@@ -133,6 +133,15 @@ class Waiting:
             self._forget(job, key)
         return removed
 
+    def fills_a_batch(self) -> bool:
+        """Whether what waits would make the next batch a full one."""
+        tokens = 0
+        for prompt in self._prompts.values():
+            tokens += prompt.tokens
+            if tokens >= self._max_batch_tokens:
+                return True
+        return False
+
     def take(self) -> list[Entry]:
         """The next batch, out of the queue; empty if nothing waits."""
         batch = Batch(self._max_batch_tokens, self._layout)

@@ -65,7 +65,6 @@ def measured(method: str, axis: str, value: int) -> tuple[float, int]:
     if method == OURS:
         loaded = tiny(vocab) if axis == "vocabulary" else load(ModelSettings(), device, tell=lambda _: None)
         scorer = Scorer(loaded, "shared")
-        scorer.chunk_rows = max(16, (24 << 20) // (4 * vocab) // 16 * 16)  # as a memory plan would have it
         scorer.score(sequences[:1])
         seconds = seconds_of(lambda: scorer.score(sequences), device)
         return round(seconds, 3), peak_of(lambda: scorer.score(sequences), device) >> 20

@@ -14,11 +14,14 @@ from logprobd.engine.selftest import choose_scorer
 from logprobd.settings import ModelSettings, Precision
 
 
-def settings_for(model: str | None, precision: Precision, device: torch.device) -> ModelSettings:
-    """What to load: on CUDA, without a model, 1.6B random weights in bfloat16."""
-    if device.type == "cuda" and model is None:
-        return ModelSettings(model=str(large_random_model()), precision="bfloat16", devices=str(device))
-    return ModelSettings(model=model, precision=precision, devices=str(device))
+def settings_for(model: str | None, precision: Precision | None, device: torch.device) -> ModelSettings:
+    """What to load: on CUDA 1.6B random weights if no model is given, and bfloat16 if no precision is."""
+    on_cuda = device.type == "cuda"
+    return ModelSettings(
+        model=str(large_random_model()) if on_cuda and model is None else model,
+        precision=precision or ("bfloat16" if on_cuda else "float32"),
+        devices=str(device),
+    )
 
 
 def large_random_model() -> Path:

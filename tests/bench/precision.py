@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from bench.models import stock_model
 from bench.report import Row, report
 from bench.stock import gathered, ids_of
+from bench.workloads import scored_tokens
 from logprobd.engine.model import load
 from logprobd.engine.scorer import Scorer
 from logprobd.sequences import FloatArray, IntArray, Options, Scores, Sequence
@@ -38,7 +39,7 @@ PROSE = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=200, help="scored tokens of each kind of text")
+    parser.add_argument("--tokens", type=int, default=200, help="at most so many scored tokens of each kind of text")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
         for kind, sequences in texts.items():
             scored = np.concatenate([o.logprobs for o in scorer.score(sequences) if isinstance(o, Scores)])
             rows.append({"precision": precision, "head": head, "text": kind} | against(scored, policies[kind]))
-    report("precision", rows, options.out, f"{options.tokens} scored tokens of each kind; differences and k3 in nats.")
+    counts = ", ".join(f"{scored_tokens(sequences)} of {kind}" for kind, sequences in texts.items())
+    report("precision", rows, options.out, f"Scored tokens: {counts}. Differences and k3 in nats.")
 
 
 def against(scored: FloatArray, policies: dict[str, FloatArray]) -> Row:

@@ -30,7 +30,7 @@ def report(name: str, rows: Seq[Row], folder: Path | None, note: str = "") -> No
 def where() -> str:
     """The machine, in a line."""
     if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
     return f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 

@@ -1,6 +1,7 @@
 """How others score: methods on a stock transformers model, float32 results, one array a sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -15,51 +16,77 @@ CHUNK = 128  # rows of logits at a time, where a method has its own head
 TILE_ROWS, TILE_COLUMNS = 4096, 32768  # of TRL 1.16's fused head
 
 Scored = list[FloatArray]
+Method = Callable[[PreTrainedModel, list[Sequence]], Scored]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Padded:
+    """A batch of rows; all completions begin in column `first`."""
+
+    sequences: list[Sequence]
+    first: int
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def targets(self) -> torch.Tensor:
+        return self.ids[:, self.first :]
+
+    def unpadded(self, logprobs: torch.Tensor) -> Scored:
+        """Of (rows, longest completion), each row without its padding."""
+        rows = zip(logprobs.float().cpu().numpy(), self.sequences, strict=True)
+        return [row[: len(sequence.completion)] for row, sequence in rows]
 
 
 def one_by_one(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """The model's own forward on each sequence, log-softmax in float64: the reference for all others."""
+    """The model's own forward on each sequence and a float32 log-softmax: what all others are compared with."""
     scored = []
     for sequence in sequences:
         logits = model(input_ids=ids_of(model, sequence)[None], use_cache=False).logits[0]
-        rows = logits[len(sequence.prompt) - 1 : -1].double().log_softmax(dim=-1)
+        rows = logits[len(sequence.prompt) - 1 : -1].float().log_softmax(dim=-1)
         scored.append(gathered(rows, sequence.completion))
     return scored
 
 
 def padded_full(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """Right-padded batches, a log-softmax of all logits."""
+    """Padded batches, a log-softmax of all logits, those of prompts and padding too."""
     scored = []
-    for batch, ids, mask in padded(model, sequences):
-        logprobs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(dim=-1)
-        scored += [
-            gathered(row[len(s.prompt) - 1 : s.num_tokens - 1], s.completion)
-            for row, s in zip(logprobs, batch, strict=True)
-        ]
+    for batch in padded(model, sequences):
+        logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
+        logprobs = logits.float().log_softmax(dim=-1)[:, batch.first - 1 : -1]
+        scored += batch.unpadded(logprobs.gather(-1, batch.targets[..., None])[..., 0])
     return scored
 
 
 def padded_selective(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """Right-padded batches, and the seed's way: gather, and a logsumexp row by row."""
+    """Padded batches, logits of the completions' columns only, as TRL had it since before the seed, and its way.
+
+    That is: gather, and a logsumexp row by row; below float32 a log-softmax row by row, in the model's dtype.
+    """
     scored = []
-    for batch, ids, mask in padded(model, sequences):
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        for row, s in zip(logits, batch, strict=True):
-            own = row[len(s.prompt) - 1 : s.num_tokens - 1]
-            chosen = torch.from_numpy(s.completion.astype(np.int64)).to(own.device)
-            scored.append((own.gather(1, chosen[:, None])[:, 0] - own.logsumexp(dim=-1)).float().cpu().numpy())
+    for batch in padded(model, sequences):
+        kept = batch.targets.shape[1] + 1
+        logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, logits_to_keep=kept).logits
+        scored += batch.unpadded(selective(logits[:, :-1], batch.targets))
     return scored
 
 
+def selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if logits.dtype == torch.float32:
+        return logits.gather(-1, targets[..., None])[..., 0] - torch.stack([row.logsumexp(dim=-1) for row in logits])
+    rows = zip(logits, targets, strict=True)
+    return torch.stack([row.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0] for row, ids in rows])
+
+
 def padded_fused(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """Right-padded batches, and a head in tiles with an online logsumexp, of the tiles that TRL 1.16 takes."""
+    """Padded batches, and TRL 1.16's way: a head in its tiles with an online logsumexp, for completion tokens only."""
     scored = []
-    for batch, ids, mask in padded(model, sequences):
-        hidden = backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False)[0][:, :-1].flatten(0, 1)
-        logprobs = in_tiles(model, hidden, ids[:, 1:].flatten()).reshape(len(batch), -1)
-        scored += [
-            row[len(s.prompt) - 1 : s.num_tokens - 1].cpu().numpy() for row, s in zip(logprobs, batch, strict=True)
-        ]
+    for batch in padded(model, sequences):
+        states = backbone(model)(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)[0]
+        labelled = batch.mask[:, batch.first :].bool()
+        logprobs = torch.zeros(labelled.shape, device=states.device)
+        logprobs[labelled] = in_tiles(model, states[:, batch.first - 1 : -1][labelled], batch.targets[labelled])
+        scored += batch.unpadded(logprobs)
     return scored
 
 
@@ -106,28 +133,24 @@ def expanded_cache(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
 
 
 def least(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """The least work: one forward of the distinct tokens, each sequence's own as a plain causal row, and the head.
+    """The least work: the backbone over each sequence's own tokens as a plain causal row, the head for its own rows.
 
-    Its numbers are wrong where something is shared (own tokens do not see what others brought): it is a measure of
-    time, and a generous one, since attention to shared tokens is not even counted.
+    Its numbers are wrong, and fewer, where something is shared (own tokens do not see what others brought): it is a
+    measure of time. Attention to shared tokens is not counted; that short rows are slower, token by token, is.
     """
     inputs = [np.concatenate([s.prompt, s.completion[:-1]]) for s in sequences]
     contributed = pack(inputs).contributed.tolist()
     scored = []
     for ids, own, sequence in zip(inputs, contributed, sequences, strict=True):
         row = torch.from_numpy(ids[len(ids) - own :].astype(np.int64)).to(model.device)[None]
+        own_rows = min(own, len(sequence.completion))
         states = backbone(model)(input_ids=row, use_cache=False)[0][0] if own else None
-        scored.append(least_of_head(model, states, sequence.completion))
+        scored.append(
+            selective_rows(model, states[own - own_rows :], sequence.completion[-own_rows:])
+            if states is not None
+            else np.zeros(0, dtype=np.float32)
+        )
     return scored
-
-
-def least_of_head(model: PreTrainedModel, states: torch.Tensor | None, completion: IntArray) -> FloatArray:
-    """Every scored row goes through the head once; rows that a sequence shares stand in for by its last ones."""
-    if states is None:
-        return np.zeros(len(completion), dtype=np.float32)
-    missing = max(0, len(completion) - len(states))
-    rows = torch.cat([states[-len(completion) :], states[-1:].expand(missing, -1)])
-    return selective_rows(model, rows, completion)
 
 
 def selective_rows(model: PreTrainedModel, hidden: torch.Tensor, completion: IntArray) -> FloatArray:
@@ -140,17 +163,16 @@ def selective_rows(model: PreTrainedModel, hidden: torch.Tensor, completion: Int
     return torch.cat(parts).cpu().numpy()
 
 
-def padded(
-    model: PreTrainedModel, sequences: list[Sequence]
-) -> Iterator[tuple[list[Sequence], torch.Tensor, torch.Tensor]]:
+def padded(model: PreTrainedModel, sequences: list[Sequence]) -> Iterator[Padded]:
+    """Batches as TRL pads them: prompts on the left, completions on the right."""
     for start in range(0, len(sequences), BATCH):
         batch = sequences[start : start + BATCH]
-        longest = max(s.num_tokens for s in batch)
-        ids, mask = np.zeros((2, len(batch), longest), dtype=np.int64)
+        first = max(len(s.prompt) for s in batch)
+        ids, mask = np.zeros((2, len(batch), first + max(len(s.completion) for s in batch)), dtype=np.int64)
         for row, seen, s in zip(ids, mask, batch, strict=True):
-            row[: s.num_tokens] = np.concatenate([s.prompt, s.completion])
-            seen[: s.num_tokens] = 1
-        yield batch, torch.from_numpy(ids).to(model.device), torch.from_numpy(mask).to(model.device)
+            own = slice(first - len(s.prompt), first + len(s.completion))
+            row[own], seen[own] = np.concatenate([s.prompt, s.completion]), 1
+        yield Padded(batch, first, *(torch.from_numpy(array).to(model.device) for array in (ids, mask)))
 
 
 def ids_of(model: PreTrainedModel, sequence: Sequence) -> torch.Tensor:
@@ -172,7 +194,7 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
-METHODS = {
+METHODS: dict[str, Method] = {
     "padded, full log-softmax": padded_full,
     "padded, selective": padded_selective,
     "padded, fused head as TRL 1.16": padded_fused,

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from logprobd.engine.blocks import ROWS
 from logprobd.engine.meter import Meter
 from logprobd.engine.model import ModelRefusedError, weight_bytes
-from logprobd.engine.scorer import Scorer
+from logprobd.engine.scorer import CHUNK_BYTES, Scorer, rows_of_logits
 from logprobd.messages import MemoryPlan
 from logprobd.sequences import MAX_TOP_LOGPROBS, Candidates, IntArray, Options, Sequence
 from logprobd.settings import MemoryLimit
@@ -25,7 +24,7 @@ from logprobd.settings import MemoryLimit
 SHARE_OF_AVAILABLE = 0.8  # of what is free at start, without a limit
 MARGIN = 1.15  # over the measured bytes of a token: allocators keep some, and lengths differ
 CHUNK_SHARE = 16  # a chunk of logits takes no more than this part of what is free beside the weights
-HEAD_CHUNK_BYTES = {"cpu": 24 << 20, "cuda": 256 << 20}  # of float32 logits; a CPU's stay about in its cache
+HEAD_CHUNK_BYTES = {"cpu": CHUNK_BYTES, "cuda": 256 << 20}  # of float32 logits; a CPU's stay about in its cache
 LARGEST_PASS = {"cpu": 4096, "cuda": 32768}  # tokens; more does not make a pass more efficient, only longer
 SMALLEST_WINDOW = 64  # tokens; a sequence whose keys leave room for less is refused, rather than crawl
 SMALL_PROBE, LARGE_PROBE = 128, 512  # tokens
@@ -53,8 +52,9 @@ def plan_memory(scorer: Scorer, meter: Meter, limit: MemoryLimit | None, workers
     most = limit_bytes(limit, meter, idle, workers_on_device)
     meter.cap(most)
     free = most - idle
-    scorer.chunk_rows = chunk_rows(scorer, free)
-    fit = measure(scorer, meter)
+    chunk = min(HEAD_CHUNK_BYTES[scorer.device.type], max(0, free) // CHUNK_SHARE)
+    scorer.chunk_rows = rows_of_logits(chunk, scorer.loaded.info.vocab_size)
+    fit = measure(scorer, meter, free)
     smallest = math.ceil(fit(SMALLEST_WINDOW))
     if smallest > free:
         raise ModelRefusedError(
@@ -78,25 +78,22 @@ def limit_bytes(limit: MemoryLimit | None, meter: Meter, idle: int, workers: int
     return int(limit.fraction * meter.total()) if limit.bytes is None else limit.bytes
 
 
-def chunk_rows(scorer: Scorer, free: int) -> int:
-    """How many rows of float32 logits exist at a time."""
-    most = min(HEAD_CHUNK_BYTES[scorer.device.type], free // CHUNK_SHARE)
-    return max(ROWS, most // (4 * scorer.loaded.info.vocab_size) // ROWS * ROWS)
-
-
 def chunk_bytes(scorer: Scorer) -> int:
     return scorer.chunk_rows * scorer.loaded.info.vocab_size * 4
 
 
-def measure(scorer: Scorer, meter: Meter) -> Fit:
+def measure(scorer: Scorer, meter: Meter, free: int) -> Fit:
     """Score two sizes (three where attention may hold a score for every pair of tokens) and fit what they take."""
     scorer.score(costly_batch(scorer, SMALL_PROBE))  # whatever is made once, on first use
-    sizes = [SMALL_PROBE, LARGE_PROBE] if scorer.layout == "shared" else [SMALL_PROBE, LARGE_PROBE // 2, LARGE_PROBE]
-    taken = [taken_by(scorer, meter, num_tokens) for num_tokens in sizes]
+    small = taken_by(scorer, meter, SMALL_PROBE)
+    # No larger than what fits if all that the small one took were for its tokens: the limit holds at start, too.
+    large = min(LARGE_PROBE, max(2 * SMALL_PROBE, free * SMALL_PROBE // max(1, small)))
+    sizes = [SMALL_PROBE, large] if scorer.layout == "shared" else [SMALL_PROBE, (SMALL_PROBE + large) // 2, large]
+    taken = [small, *(taken_by(scorer, meter, num_tokens) for num_tokens in sizes[1:])]
     terms = np.polynomial.polynomial.polyfit(sizes, taken, len(sizes) - 1)
     squared = max(0.0, float(terms[2])) if len(terms) > 2 else 0.0
-    each = max((taken[-1] - taken[0]) / (sizes[-1] - sizes[0]) - squared * (sizes[-1] + sizes[0]), least_bytes(scorer))
-    fixed = max(0.0, taken[0] - each * sizes[0] - squared * sizes[0] ** 2, chunk_bytes(scorer))
+    each = max((taken[-1] - small) / (large - SMALL_PROBE) - squared * (large + SMALL_PROBE), least_bytes(scorer))
+    fixed = max(0.0, small - each * SMALL_PROBE - squared * SMALL_PROBE**2, chunk_bytes(scorer))
     return Fit(fixed, each * MARGIN, squared * MARGIN)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from logprobd.engine.answers import nothing_to_score, split, targets_of
 from logprobd.engine.attention import Backend, Windows
+from logprobd.engine.blocks import ROWS
 from logprobd.engine.budget import PassBudget
 from logprobd.engine.head import ModelHead
 from logprobd.engine.layouts import PaddedLayout, SharedLayout
@@ -21,7 +22,7 @@ from logprobd.engine.selective import select
 from logprobd.messages import Layout
 from logprobd.sequences import Failure, Outcome, Sequence
 
-CHUNK_ROWS = 128  # rows of logits at a time, until a memory plan says how many
+CHUNK_BYTES = 24 << 20  # of float32 logits at a time, until a memory plan says how many
 
 
 class Scorer:
@@ -39,7 +40,7 @@ class Scorer:
         self.alone = False  # each sequence in passes of its own (--batch-invariant)
         self.head = ModelHead(loaded.model, loaded.head_dtype)
         self._length_class = length_classes(loaded.model.config)
-        self.chunk_rows = CHUNK_ROWS
+        self.chunk_rows = rows_of_logits(CHUNK_BYTES, loaded.info.vocab_size)
         self.laying: SharedLayout | PaddedLayout = (
             SharedLayout(loaded, self.head.backbone, self._length_class, backend)
             if layout == "shared"
@@ -109,6 +110,11 @@ class Scorer:
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.loaded.autocast else nullcontext()
+
+
+def rows_of_logits(num_bytes: int, vocab_size: int) -> int:
+    """How many rows of float32 logits make a chunk of about so many bytes."""
+    return max(ROWS, num_bytes // (4 * vocab_size) // ROWS * ROWS)
 
 
 def nothing() -> None: ...

@@ -95,11 +95,14 @@ def own_forward(loaded: LoadedModel, sequence: Sequence) -> tuple[FloatArray, Fl
     ids = np.concatenate([sequence.prompt, sequence.completion]).astype(np.int64)
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.autocast):
         logits = loaded.model(input_ids=torch.from_numpy(ids).to(loaded.device)[None], use_cache=False).logits[0]
-    scored = logits[len(sequence.prompt) - 1 : -1].double().log_softmax(dim=-1)
     chosen = torch.from_numpy(sequence.completion.astype(np.int64)).to(loaded.device)
-    logprobs = scored.gather(1, chosen[:, None])[:, 0]
-    entropy = torch.special.entr(scored.exp()).sum(dim=-1)
-    return logprobs.float().cpu().numpy(), entropy.float().cpu().numpy()
+    logprobs, entropies = [], []
+    # A few rows at a time: in float64, all of a large vocabulary's would take more than serving ever does.
+    for rows, ids in zip(logits[len(sequence.prompt) - 1 : -1].split(4), chosen.split(4), strict=True):
+        scored = rows.double().log_softmax(dim=-1)
+        logprobs.append(scored.gather(1, ids[:, None])[:, 0])
+        entropies.append(torch.special.entr(scored.exp()).sum(dim=-1))
+    return torch.cat(logprobs).float().cpu().numpy(), torch.cat(entropies).float().cpu().numpy()
 
 
 def try_windows(scorer: Scorer, sequences: list[Sequence], own: list[tuple[FloatArray, FloatArray]]) -> Errors:

@@ -6,7 +6,11 @@ end is closed, so it never outlives the service.
 
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from logprobd.engine.model import ModelRefusedError, find_device, load
 from logprobd.engine.scorer import Scorer
 from logprobd.engine.selftest import choose_scorer
 from logprobd.messages import Loading, Ready, Refused, Scored, Start
+from logprobd.sequences import Sequence
 
 
 def main(fd: int) -> None:
@@ -55,10 +60,21 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, M
 
 
 def serve(connection: "Connection[Any, Any]", scorer: Scorer, meter: Meter) -> None:
-    """Take, run, give back."""
-    while True:
-        outcomes = tuple(scorer.score(connection.recv()))
-        connection.send(Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings))
+    """Take, run, give back. The next batch is read, and the last answer written, while one runs."""
+    batches: Queue[list[Sequence] | None] = Queue(1)
+    Thread(target=read, args=(connection, batches), daemon=True, name="reader").start()
+    with ThreadPoolExecutor(1, "writer") as writer:
+        while (batch := batches.get()) is not None:
+            outcomes = tuple(scorer.score(batch))
+            writer.submit(connection.send, Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings))
+
+
+def read(connection: "Connection[Any, Any]", batches: "Queue[list[Sequence] | None]") -> None:
+    """Batches until the other end is closed, then None."""
+    with suppress(EOFError, OSError):
+        while True:
+            batches.put(connection.recv())
+    batches.put(None)
 
 
 if __name__ == "__main__":
