@@ -162,7 +162,7 @@ async def info(request: Request) -> Response:
     }
     limits = {
         "max_sequence_tokens": served.max_sequence_tokens,
-        "max_batch_tokens": settings.max_batch_tokens or ready.memory.max_pass_tokens,
+        "max_batch_tokens": service.max_batch_tokens(ready),
         "max_queued_tokens": settings.max_queued_tokens,
         "max_body_bytes": settings.max_body_bytes,
         "max_top_logprobs": min(MAX_TOP_LOGPROBS, ready.model.vocab_size),

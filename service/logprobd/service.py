@@ -63,13 +63,17 @@ class Service:
             log.warning("the memory limit allows shorter sequences only", wanted=limit, longest_sequence=fits)
         tokenizer = None if ready.tokenizer.json is None else Tokenizer(ready.tokenizer)
         self._batcher = Batcher(
-            max_batch_tokens=self.settings.max_batch_tokens or ready.memory.max_pass_tokens,
+            max_batch_tokens=self.max_batch_tokens(ready),
             max_queued_tokens=self.settings.max_queued_tokens,
             layout=ready.selftest.layout,
         )
         self.ready = ready
         self._served = ServedModel(ready.model, tokenizer, min(limit, fits))
         return self._batcher
+
+    def max_batch_tokens(self, ready: Ready) -> int:
+        """The tokens that make a batch full: as set, or what a pass may have."""
+        return self.settings.max_batch_tokens or ready.memory.max_pass_tokens
 
     @property
     def served(self) -> ServedModel:

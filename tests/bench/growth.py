@@ -9,10 +9,11 @@ models); clients send one group each to a real service at the same time. The plo
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-import httpx
 import numpy as np
 import torch
 
@@ -27,6 +28,7 @@ from logprobd.sequences import Options, Sequence
 from logprobd.settings import ModelSettings
 from running import running_service
 
+CPU = torch.device("cpu")
 OURS, PADDED = "ours", "padded, full log-softmax"
 PROMPT, COMPLETION, GROUP, VOCABULARY = 128, 64, 4, 49152
 AXES: dict[str, list[int]] = {
@@ -61,24 +63,26 @@ def measured(method: str, axis: str, value: int) -> tuple[float, int]:
     prompt = value if axis == "prompt tokens" else PROMPT
     completion = value if axis == "completion tokens" else COMPLETION
     sequences = one_group(prompt, completion, value if axis == "completions of a prompt" else GROUP, vocab)
-    device = torch.device("cpu")
-    if method == OURS:
-        loaded = tiny(vocab) if axis == "vocabulary" else load(ModelSettings(), device, tell=lambda _: None)
-        scorer = Scorer(loaded, "shared")
-        scorer.score(sequences[:1])
-        seconds = seconds_of(lambda: scorer.score(sequences), device)
-        return round(seconds, 3), peak_of(lambda: scorer.score(sequences), device) >> 20
-    model = small_random_llama(vocab) if axis == "vocabulary" else stock_model(ModelSettings(devices="cpu"))
+    score = our_way(vocab, axis) if method == OURS else padded_way(vocab, axis)
     with torch.inference_mode():
-        padded_full(model, sequences[:1])
-        seconds = seconds_of(lambda: padded_full(model, sequences), device)
-        return round(seconds, 3), peak_of(lambda: padded_full(model, sequences), device) >> 20
+        score(sequences[:1])
+        seconds = seconds_of(lambda: score(sequences), CPU)
+        return round(seconds, 3), peak_of(lambda: score(sequences), CPU) >> 20
+
+
+def our_way(vocab: int, axis: str) -> Callable[[list[Sequence]], object]:
+    loaded = tiny(vocab) if axis == "vocabulary" else load(ModelSettings(), CPU, tell=lambda _: None)
+    return Scorer(loaded, "shared").score
+
+
+def padded_way(vocab: int, axis: str) -> Callable[[list[Sequence]], object]:
+    model = small_random_llama(vocab) if axis == "vocabulary" else stock_model(ModelSettings(devices="cpu"))
+    return partial(padded_full, model)
 
 
 def tiny(vocab: int) -> LoadedModel:
-    device = torch.device("cpu")
-    model = prepare(small_random_llama(vocab), device)
-    return describe(model, Source("tiny", "tiny"), ModelSettings(), device, TokenizerInfo(None, None))
+    model = prepare(small_random_llama(vocab), CPU)
+    return describe(model, Source("tiny", "tiny"), ModelSettings(), CPU, TokenizerInfo(None, None))
 
 
 def one_group(prompt: int, completion: int, group: int, vocab: int) -> list[Sequence]:
@@ -95,9 +99,7 @@ def over_clients(clients: list[int]) -> list[Row]:
             bodies = [body_of(seed) for seed in range(count)]
             with ThreadPoolExecutor(count) as pool:
                 started = time.perf_counter()
-                replies = list(
-                    pool.map(lambda body: httpx.post(f"{running.url}/logprobs", json=body, timeout=600), bodies)
-                )
+                replies = list(pool.map(partial(running.post, timeout=600), bodies))
             seconds = time.perf_counter() - started
             assert all(reply.status_code == 200 for reply in replies), replies
             peak = running.get("/info").json()["workers"][0]["memory"]["peak"]

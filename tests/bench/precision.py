@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.models import stock_model
 from bench.report import Row, report
-from bench.stock import gathered, ids_of
+from bench.stock import one_by_one
 from bench.workloads import scored_tokens
 from logprobd.engine.model import load
 from logprobd.engine.scorer import Scorer
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     }
     rows: list[Row] = []
     for precision, head in itertools.product(PRECISIONS, HEADS):
-        if precision in ("float32",) and head == "float32":
+        if precision == "float32" and head == "float32":
             continue  # the same
         settings = ModelSettings(devices="cpu", precision=precision, head_precision=head)
         scorer = Scorer(load(settings, torch.device("cpu"), tell=lambda _: None), "shared")
@@ -102,11 +102,7 @@ def sample(model: PreTrainedModel, prompt: IntArray, count: int) -> IntArray:
 @torch.inference_mode()
 def stock(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:
     """The model's own forward on each sequence, with a float32 log-softmax."""
-    scored = []
-    for sequence in sequences:
-        logits = model(input_ids=ids_of(model, sequence)[None], use_cache=False).logits[0]
-        scored.append(gathered(logits[len(sequence.prompt) - 1 : -1].float().log_softmax(-1), sequence.completion))
-    return np.concatenate(scored)
+    return np.concatenate(one_by_one(model, sequences))
 
 
 def under_autocast(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:

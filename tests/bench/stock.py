@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from bench.workloads import groups_of
 from logprobd.engine.packing import pack
 from logprobd.sequences import FloatArray, IntArray, Sequence
 
@@ -109,8 +109,7 @@ def in_tiles(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor
 def expanded_cache(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
     """The prompt once, its keys and values expanded to all completions of its group, which are padded."""
     scored = []
-    for _, members in groupby(sequences, key=lambda sequence: sequence.prompt.tobytes()):
-        group = list(members)
+    for group in groups_of(sequences):
         prompt = torch.from_numpy(group[0].prompt.astype(np.int64)).to(model.device)[None]
         cache = DynamicCache(config=model.config)
         states = [backbone(model)(input_ids=prompt, cache=cache, use_cache=True)[0][:, -1:].expand(len(group), -1, -1)]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from bench.models import our_scorer, settings_for, stock_model
 from bench.report import Row, report
 from bench.stock import METHODS, Method, one_by_one
 from bench.trl_fused import TRL_FUSED, is_installed, trl_fused
-from bench.workloads import SHAPES, scored_tokens, sequences_of
+from bench.workloads import SHAPES, groups_of, scored_tokens, sequences_of
 from logprobd.engine.model import find_device
 from logprobd.engine.scorer import Scorer
 from logprobd.sequences import Scores, Sequence
@@ -117,8 +116,7 @@ def score_in_batches(scorer: Scorer, sequences: list[Sequence]) -> list[object]:
     """Whole groups, about as many tokens at a time as a pass may have, like the service's queue."""
     outcomes: list[object] = []
     batch: list[Sequence] = []
-    for _, members in groupby(sequences, key=lambda sequence: sequence.prompt.tobytes()):
-        group = list(members)
+    for group in groups_of(sequences):
         if batch and sum(s.num_tokens for s in batch + group) > scorer.budget.tokens:
             outcomes += scorer.score(batch)
             batch = []
@@ -133,10 +131,6 @@ def everybody(running: Running, pool: ThreadPoolExecutor, sequences: list[Sequen
         running.post(on_wire(group), timeout=600).raise_for_status()
 
     list(pool.map(post, groups_of(sequences)))
-
-
-def groups_of(sequences: list[Sequence]) -> list[list[Sequence]]:
-    return [list(members) for _, members in groupby(sequences, key=lambda sequence: sequence.prompt.tobytes())]
 
 
 def on_wire(group: list[Sequence]) -> dict[str, object]:

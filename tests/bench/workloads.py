@@ -1,6 +1,7 @@
 """GRPO-shaped batches of random token ids, the same for every method."""
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -53,6 +54,11 @@ def grown(random: np.random.Generator, completions: list[IntArray]) -> IntArray:
         return own
     stem = earlier[random.integers(len(earlier))]
     return np.concatenate([stem[: random.integers(len(stem))], own])[: len(own)]
+
+
+def groups_of(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """Neighbours that have the same prompt."""
+    return [list(members) for _, members in groupby(sequences, key=lambda sequence: sequence.prompt.tobytes())]
 
 
 def scored_tokens(sequences: list[Sequence]) -> int:

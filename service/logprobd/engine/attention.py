@@ -53,7 +53,7 @@ class TreeKernel(Protocol):
         """Shapes: query (heads, rows, dim), key (kv_heads, keys, dim), value (kv_heads, keys, value_dim);
         the result is (rows, heads, value_dim) in the query's dtype.
 
-        The rows are the window's own; the keys are all that it sees, from `cache.first_key` on.
+        The rows are the window's own; the keys are all that it sees, from `blocks.first_key` on.
         """
 
 
@@ -67,12 +67,16 @@ class TreeAttention:
     def __init__(self, backend: Backend) -> None:
         self.name = f"logprobd_tree_{next(_names)}"
         self.backend = backend
-        self.windows: Windows = {}
         self.held: dict[int, tuple[int, int | None]] = {}  # by module, bytes of a token's key and value, and the window
         self._kernel: TreeKernel | None = None
         self._cache: PathCache | None = None
         AttentionInterface.register(self.name, self)
         AttentionMaskInterface.register(self.name, no_mask)
+
+    @property
+    def windows(self) -> Windows:
+        """The sliding window of each module that has attended so far."""
+        return {module: window for module, (_, window) in self.held.items()}
 
     @contextmanager
     def over(self, window: Window, device: torch.device, cache: PathCache | None = None) -> Iterator[None]:
@@ -103,7 +107,6 @@ class TreeAttention:
         refuse_unsupported(attention_mask, is_causal, kwargs)
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise UnsupportedAttentionError(f"queries of shape {tuple(query.shape)} are not one packed row")
-        self.windows[id(module)] = sliding_window
         query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
         self.held[id(module)] = (key[0, :, 0].nbytes + value[0, :, 0].nbytes, sliding_window)
         keys, values = key[0], value[0]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from logprobd.engine.blocks import first_key
+from logprobd.engine.blocks import first_key, round_up
 from logprobd.engine.packing import Window
 from logprobd.sequences import IntArray
 
@@ -136,10 +136,9 @@ class SeenRows:
     def of(cls, window: Window, first: int) -> "SeenRows":
         num_cached = window.num_cached - first
         num_keys = len(window.positions) - first
-        num_queries = window.num_tokens + -window.num_tokens % BLOCK
+        num_queries = round_up(window.num_tokens, BLOCK)
         # A padding row sees only itself, so that its softmax stays finite.
-        num_rows = num_cached + num_queries
-        num_rows += -num_rows % BLOCK
+        num_rows = round_up(num_cached + num_queries, BLOCK)
         padding = np.arange(num_keys, num_rows, dtype=np.int32)
         return cls(
             positions=np.concatenate([window.positions[first:], 0 * padding]),

@@ -45,6 +45,7 @@ class Errors:
     mean_logprob: float = float("inf")
     max_entropy: float = float("inf")
     problem: str | None = None
+    outcomes: tuple[Outcome, ...] = ()  # that they were measured on
 
 
 def choose_scorer(loaded: LoadedModel, *, alone: bool = False) -> tuple[Scorer, SelfTest]:
@@ -118,11 +119,10 @@ def try_windows(scorer: Scorer, sequences: list[Sequence], own: list[tuple[Float
     return errors
 
 
-def same_bits_alone(scorer: Scorer, sequences: list[Sequence]) -> bool:
-    """Whether sequences get together exactly the numbers that each gets alone."""
+def same_bits_alone(scorer: Scorer, sequences: list[Sequence], together: tuple[Outcome, ...]) -> bool:
+    """Whether sequences got together exactly the numbers that each gets alone."""
     if not scorer.alone and is_known_to_vary(scorer.loaded):
         return False
-    together = scorer.score(sequences)
     alone = [scorer.score([sequence])[0] for sequence in sequences]
     return all(bits_of(one) == bits_of(other) for one, other in zip(together, alone, strict=True))
 
@@ -164,7 +164,7 @@ def measure(scorer: Scorer, sequences: list[Sequence], own: list[tuple[FloatArra
     pairs = list(zip(outcomes, own, strict=True))
     logprobs = np.concatenate([difference(outcome, "logprobs", reference[0]) for outcome, reference in pairs])
     entropies = np.concatenate([difference(outcome, "entropy", reference[1]) for outcome, reference in pairs])
-    return Errors(float(logprobs.max()), float(logprobs.mean()), float(entropies.max()))
+    return Errors(float(logprobs.max()), float(logprobs.mean()), float(entropies.max()), outcomes=tuple(outcomes))
 
 
 def difference(outcome: Outcome, name: str, reference: FloatArray) -> FloatArray:
@@ -246,7 +246,7 @@ def report(
         max_entropy_error=chosen.max_entropy,
         shared_max_error=None if shared.problem else shared.max_logprob,
         windows_max_error=None if in_windows.problem else in_windows.max_logprob,
-        batch_invariant=same_bits_alone(scorer, sequences),
+        batch_invariant=same_bits_alone(scorer, sequences, chosen.outcomes),
         reason=reason,
         layers=layers,
     )
