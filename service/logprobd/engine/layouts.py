@@ -74,8 +74,8 @@ class SharedLayout:
         return LaidOut(self._passes(cut(tree, tokens), longest), rows, tree.contributed)
 
     def _passes(self, windows: list[Window], longest: int) -> Iterator[Pass]:
-        cache = PathCache(windows) if len(windows) > 1 else None
-        for window in windows if cache is None else cache:
+        cache = PathCache(windows)
+        for window in cache:
             with self.attention.over(window, self.device, cache):
                 yield window.first, self._forward(window, longest)
 

@@ -90,8 +90,7 @@ def measure(scorer: Scorer, meter: Meter, free: int) -> Fit:
     large = min(LARGE_PROBE, max(2 * SMALL_PROBE, free * SMALL_PROBE // max(1, small)))
     sizes = [SMALL_PROBE, large] if scorer.layout == "shared" else [SMALL_PROBE, (SMALL_PROBE + large) // 2, large]
     taken = [small, *(taken_by(scorer, meter, num_tokens) for num_tokens in sizes[1:])]
-    terms = np.polynomial.polynomial.polyfit(sizes, taken, len(sizes) - 1)
-    squared = max(0.0, float(terms[2])) if len(terms) > 2 else 0.0
+    squared = 0.0 if scorer.layout == "shared" else max(0.0, float(np.polyfit(sizes, taken, 2)[0]))
     each = max((taken[-1] - small) / (large - SMALL_PROBE) - squared * (large + SMALL_PROBE), least_bytes(scorer))
     fixed = max(0.0, small - each * SMALL_PROBE - squared * SMALL_PROBE**2, chunk_bytes(scorer))
     return Fit(fixed, each * MARGIN, squared * MARGIN)

@@ -4,9 +4,10 @@ Run as `python -m logprobd.engine.worker FD`, where FD is its end of a socket pa
 end is closed, so it never outlives the service.
 """
 
+import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import Queue
@@ -49,7 +50,7 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, M
         connection.send(Loading("comparing with the model's own forward"))
         scorer, selftest = choose_scorer(loaded, alone=start.settings.batch_invariant)
         connection.send(Loading("measuring the memory of a pass"))
-        on_device = max(1, start.settings.devices.split(",").count(start.device))
+        on_device = start.settings.devices.split(",").count(start.device)
         plan = plan_memory(scorer, meter, start.settings.memory_bound, on_device)
     except ModelRefusedError as error:
         connection.send(Refused(str(error)))
@@ -66,15 +67,24 @@ def serve(connection: "Connection[Any, Any]", scorer: Scorer, meter: Meter) -> N
     with ThreadPoolExecutor(1, "writer") as writer:
         while (batch := batches.get()) is not None:
             outcomes = tuple(scorer.score(batch))
-            writer.submit(connection.send, Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings))
+            scored = Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings)
+            writer.submit(connection.send, scored).add_done_callback(end_if_lost)
 
 
 def read(connection: "Connection[Any, Any]", batches: "Queue[list[Sequence] | None]") -> None:
-    """Batches until the other end is closed, then None."""
-    with suppress(EOFError, OSError):
-        while True:
-            batches.put(connection.recv())
-    batches.put(None)
+    """Batches until the other end is closed, or a message cannot be read, then None."""
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                batches.put(connection.recv())
+    finally:
+        batches.put(None)
+
+
+def end_if_lost(written: "Future[None]") -> None:
+    """An answer that could not be sent would be waited for in vain: end, and be replaced."""
+    if written.exception() is not None:
+        os._exit(1)
 
 
 if __name__ == "__main__":
