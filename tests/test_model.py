@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from logprobd.engine.gguf import embedded_gguf, folder_of_gguf, split_digits
+from logprobd.engine.head import ModelHead
 from logprobd.engine.model import ModelRefusedError, fingerprint, load
 from logprobd.settings import ModelSettings
 from logprobd.tokenizer import Tokenizer
@@ -47,6 +48,21 @@ def test_the_precision_is_that_of_the_weights(
 
     assert next(loaded.model.parameters()).dtype == dtype
     assert loaded.info.precision == named
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@torch.inference_mode()
+def test_a_float32_head_computes_in_float32_under_any_precision(tiny_folder: Path, precision: str) -> None:
+    given = {"model": str(tiny_folder), "precision": precision, "head_precision": "float32"}
+    loaded = load(ModelSettings.model_validate(given), CPU)
+    weight = loaded.model.get_output_embeddings().weight
+    hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=loaded.autocast):
+        logits = ModelHead(loaded.model, loaded.head_dtype)(hidden)
+
+    assert loaded.info.head_precision == "float32"
+    assert logits.dtype == torch.float32
+    assert (logits - hidden.double() @ weight.double().T).abs().max() < 1e-5
 
 
 def test_the_fingerprint_follows_every_weight_and_the_configuration() -> None:

@@ -1,34 +1,30 @@
 """How time and memory grow: over completion length, prompt length, group, vocabulary and concurrent clients.
 
-    .venv/bin/python tests/bench growth [--quick] --out docs/bench
+    .venv/bin/python tests/bench growth [--quick] [--repeats 3] [--device auto] --out docs/bench
 
 Ours in-process beside padded batches with a full log-softmax, on the embedded model (for the vocabulary, tiny random
 models); clients send one group each to a real service at the same time. The plot has a panel for each.
 """
 
 import argparse
-import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.measuring import in_own_process, peak_of, seconds_of
-from bench.models import small_random_llama, stock_model
+from bench.measuring import in_own_process, median, peak_of, seconds_of
+from bench.models import settings_for, small_random_llama
 from bench.report import Row, report
+from bench.serving import serving
 from bench.stock import padded_full
-from logprobd.engine.model import LoadedModel, Source, describe, load, prepare
+from logprobd.engine.model import LoadedModel, Source, describe, find_device, load, prepare
 from logprobd.engine.scorer import Scorer
 from logprobd.messages import TokenizerInfo
 from logprobd.sequences import Options, Sequence
 from logprobd.settings import ModelSettings
-from running import running_service
 
-CPU = torch.device("cpu")
 OURS, PADDED = "ours", "padded, full log-softmax"
 PROMPT, COMPLETION, GROUP, VOCABULARY = 128, 64, 4, 49152
 AXES: dict[str, list[int]] = {
@@ -37,88 +33,80 @@ AXES: dict[str, list[int]] = {
     "completions of a prompt": [1, 2, 4, 8, 16],
     "vocabulary": [32_768, 65_536, 131_072, 262_144],
 }
+CLIENTS_AXIS = "concurrent clients"
 CLIENTS = [1, 2, 4, 8, 16, 32]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two points an axis")
+    parser.add_argument("--axes", default=",".join([*AXES, CLIENTS_AXIS]))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
 
 
 def run(options: argparse.Namespace) -> None:
+    device = find_device(options.device)
+    axes = options.axes.split(",")
     rows: list[Row] = []
     for axis, values in AXES.items():
-        for value in values[:2] if options.quick else values:
+        for value in (values[:2] if options.quick else values) if axis in axes else []:
             for method in (OURS, PADDED):
-                seconds, peak = in_own_process(measured, method, axis, value)
-                rows.append({"axis": axis, "value": value, "method": method, "seconds": seconds, "peak MiB": peak})
-    rows += over_clients(CLIENTS[:2] if options.quick else CLIENTS)
+                figures = in_own_process(measured, method, axis, value, str(device), options.repeats)
+                rows.append({"axis": axis, "value": value, "method": method} | figures)
+    if CLIENTS_AXIS in axes:
+        rows += over_clients(CLIENTS[:2] if options.quick else CLIENTS, device, options.repeats)
     report("growth", rows, options.out)
     if options.out is not None:
         plot(rows, options.out / "growth.png")
 
 
-def measured(method: str, axis: str, value: int) -> tuple[float, int]:
+def measured(method: str, axis: str, value: int, device_name: str, repeats: int) -> Row:
     """Seconds and the peak in MiB of one point, in a process of its own."""
+    device = torch.device(device_name)
     vocab = value if axis == "vocabulary" else VOCABULARY
     prompt = value if axis == "prompt tokens" else PROMPT
     completion = value if axis == "completion tokens" else COMPLETION
     sequences = one_group(prompt, completion, value if axis == "completions of a prompt" else GROUP, vocab)
-    score = our_way(vocab, axis) if method == OURS else padded_way(vocab, axis)
+    loaded = tiny(vocab, device) if axis == "vocabulary" else loaded_by_default(device)
+    score: Callable[[list[Sequence]], object] = (
+        Scorer(loaded, "shared").score if method == OURS else partial(padded_full, loaded.model)
+    )
     with torch.inference_mode():
         score(sequences[:1])
-        seconds = seconds_of(lambda: score(sequences), CPU)
-        return round(seconds, 3), peak_of(lambda: score(sequences), CPU) >> 20
+        seconds = median([seconds_of(lambda: score(sequences), device) for _ in range(repeats)])
+        return {"seconds": round(seconds, 3), "peak MiB": peak_of(lambda: score(sequences), device) >> 20}
 
 
-def our_way(vocab: int, axis: str) -> Callable[[list[Sequence]], object]:
-    loaded = tiny(vocab) if axis == "vocabulary" else load(ModelSettings(), CPU, tell=lambda _: None)
-    return Scorer(loaded, "shared").score
+def loaded_by_default(device: torch.device) -> LoadedModel:
+    return load(settings_for(None, None, device), device, tell=lambda _: None)
 
 
-def padded_way(vocab: int, axis: str) -> Callable[[list[Sequence]], object]:
-    model = small_random_llama(vocab) if axis == "vocabulary" else stock_model(ModelSettings(devices="cpu"))
-    return partial(padded_full, model)
+def tiny(vocab: int, device: torch.device) -> LoadedModel:
+    model = prepare(small_random_llama(vocab), device)
+    return describe(model, Source("tiny", "tiny"), ModelSettings(), device, TokenizerInfo(None, None))
 
 
-def tiny(vocab: int) -> LoadedModel:
-    model = prepare(small_random_llama(vocab), CPU)
-    return describe(model, Source("tiny", "tiny"), ModelSettings(), CPU, TokenizerInfo(None, None))
-
-
-def one_group(prompt: int, completion: int, group: int, vocab: int) -> list[Sequence]:
-    random = np.random.default_rng(0)
+def one_group(prompt: int, completion: int, group: int, vocab: int, seed: int = 0) -> list[Sequence]:
+    random = np.random.default_rng(seed)
     shared = random.integers(0, vocab, prompt).astype(np.int32)
     return [Sequence(shared, random.integers(0, vocab, completion).astype(np.int32), Options()) for _ in range(group)]
 
 
-def over_clients(clients: list[int]) -> list[Row]:
-    """Each client sends one group of its own at the same time; all of them are waited for."""
+def over_clients(counts: list[int], device: torch.device, repeats: int) -> list[Row]:
+    """Each client sends one group of its own at the same time; all of them are waited for.
+
+    The peak is the worker's since its start, so it never falls from one count to the next.
+    """
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, running_service(Path(folder) / "log") as running:
-        for count in clients:
-            bodies = [body_of(seed) for seed in range(count)]
-            with ThreadPoolExecutor(count) as pool:
-                started = time.perf_counter()
-                replies = list(pool.map(partial(running.post, timeout=600), bodies))
-            seconds = time.perf_counter() - started
-            assert all(reply.status_code == 200 for reply in replies), replies
-            peak = running.get("/info").json()["workers"][0]["memory"]["peak"]
-            rows.append(
-                {
-                    "axis": "concurrent clients",
-                    "value": count,
-                    "method": OURS,
-                    "seconds": round(seconds, 3),
-                    "peak MiB": peak >> 20,
-                }
-            )
+    with serving(settings_for(None, None, device), max(counts)) as service:
+        service.score(one_group(64, 32, GROUP, VOCABULARY))
+        for count in counts:
+            sequences = [one for seed in range(count) for one in one_group(64, 32, GROUP, VOCABULARY, seed)]
+            once = partial(service.score, sequences)
+            seconds = median([seconds_of(once, device) for _ in range(repeats)])
+            row: Row = {"axis": CLIENTS_AXIS, "value": count, "method": OURS, "seconds": round(seconds, 3)}
+            rows.append(row | {"peak MiB": service.peak_mib()})
     return rows
-
-
-def body_of(seed: int) -> dict[str, object]:
-    random = np.random.default_rng(seed)
-    completions = random.integers(0, VOCABULARY, (GROUP, 32)).tolist()
-    return {"prompt": random.integers(0, VOCABULARY, 64).tolist(), "completions": completions}
 
 
 def plot(rows: list[Row], file: Path) -> None:

@@ -1,6 +1,6 @@
 """What each precision costs in accuracy: ours against the float32 truth and two policies that trainers run.
 
-    .venv/bin/python tests/bench precision [--tokens 200]
+    .venv/bin/python tests/bench precision [--tokens 200] [--device auto]
 
 Prose and completions sampled from the embedded model itself. `k3` is John Schulman's estimator of the divergence,
 exp(r) - 1 - r with r = reference - policy, a token's mean: what a trainer would log as KL though both models are the
@@ -20,7 +20,7 @@ from bench.models import stock_model
 from bench.report import Row, report
 from bench.stock import one_by_one
 from bench.workloads import scored_tokens
-from logprobd.engine.model import load
+from logprobd.engine.model import find_device, load
 from logprobd.engine.scorer import Scorer
 from logprobd.sequences import FloatArray, IntArray, Options, Scores, Sequence
 from logprobd.settings import HeadPrecision, ModelSettings, Precision
@@ -40,16 +40,18 @@ PROSE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=200, help="at most so many scored tokens of each kind of text")
+    parser.add_argument("--device", default="auto")
 
 
 def run(options: argparse.Namespace) -> None:
-    model = stock_model(ModelSettings(devices="cpu"))
+    device = find_device(options.device)
+    model = stock_model(of_precision("float32", device))
     texts = {"prose": prose(options.tokens), "sampled": sampled(model, options.tokens)}
     policies = {
         kind: {
             "float32": stock(model, sequences),
             "trl": under_autocast(model, sequences),
-            "bfloat16": stock(stock_model(ModelSettings(devices="cpu", precision="bfloat16")), sequences),
+            "bfloat16": stock(stock_model(of_precision("bfloat16", device)), sequences),
         }
         for kind, sequences in texts.items()
     }
@@ -57,13 +59,16 @@ def run(options: argparse.Namespace) -> None:
     for precision, head in itertools.product(PRECISIONS, HEADS):
         if precision == "float32" and head == "float32":
             continue  # the same
-        settings = ModelSettings(devices="cpu", precision=precision, head_precision=head)
-        scorer = Scorer(load(settings, torch.device("cpu"), tell=lambda _: None), "shared")
+        scorer = Scorer(load(of_precision(precision, device, head), device, tell=lambda _: None), "shared")
         for kind, sequences in texts.items():
             scored = np.concatenate([o.logprobs for o in scorer.score(sequences) if isinstance(o, Scores)])
             rows.append({"precision": precision, "head": head, "text": kind} | against(scored, policies[kind]))
     counts = ", ".join(f"{scored_tokens(sequences)} of {kind}" for kind, sequences in texts.items())
     report("precision", rows, options.out, f"Scored tokens: {counts}. Differences and k3 in nats.")
+
+
+def of_precision(precision: Precision, device: torch.device, head: HeadPrecision = "model") -> ModelSettings:
+    return ModelSettings(devices=str(device), precision=precision, head_precision=head)
 
 
 def against(scored: FloatArray, policies: dict[str, FloatArray]) -> Row:
@@ -78,8 +83,8 @@ def against(scored: FloatArray, policies: dict[str, FloatArray]) -> Row:
 
 def prose(tokens: int) -> list[Sequence]:
     """The first words of each text as the prompt, the rest as the completion."""
-    settings = ModelSettings(devices="cpu")
-    tokenizer = Tokenizer(load(settings, torch.device("cpu"), tell=lambda _: None).tokenizer)
+    cpu = torch.device("cpu")
+    tokenizer = Tokenizer(load(of_precision("float32", cpu), cpu, tell=lambda _: None).tokenizer)
     ids = [tokenizer.encode_prompt(text) for text in PROSE]
     return [Sequence(one[:10], one[10 : 10 + tokens // len(ids)], Options()) for one in ids]
 
@@ -94,9 +99,9 @@ def sampled(model: PreTrainedModel, tokens: int) -> list[Sequence]:
 
 def sample(model: PreTrainedModel, prompt: IntArray, count: int) -> IntArray:
     generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
-    given = torch.from_numpy(prompt.astype(np.int64))[None]
+    given = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
     ids = generate(given, do_sample=True, top_k=0, max_new_tokens=count, min_new_tokens=count, use_cache=True)
-    return ids[0, len(prompt) :].numpy().astype(np.int32)
+    return ids[0, len(prompt) :].cpu().numpy().astype(np.int32)
 
 
 @torch.inference_mode()
@@ -106,5 +111,5 @@ def stock(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:
 
 
 def under_autocast(model: PreTrainedModel, sequences: list[Sequence]) -> FloatArray:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         return stock(model, sequences)

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from bench.side_by_side import hidden_states
 from bench.workloads import groups_of
 from logprobd.engine.packing import pack
 from logprobd.sequences import FloatArray, IntArray, Sequence
 
 BATCH = 8  # rows of the padded methods
+PASS_TOKENS = 4096  # of the least work
 CHUNK = 128  # rows of logits at a time, where a method has its own head
 TILE_ROWS, TILE_COLUMNS = 4096, 32768  # of TRL 1.16's fused head
 
@@ -79,15 +81,28 @@ def selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def padded_fused(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """Padded batches, and TRL 1.16's way: a head in its tiles with an online logsumexp, for completion tokens only."""
+    """Padded batches, and a head in TRL 1.16's tiles with an online logsumexp.
+
+    Like there, on a CPU all positions go through the head; completion tokens only where Triton is (trl 1.16.0,
+    `add_fused_lm_head`: `compact`).
+    """
     scored = []
     for batch in padded(model, sequences):
-        states = backbone(model)(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)[0]
-        labelled = batch.mask[:, batch.first :].bool()
+        states = backbone(model)(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)[0][:, :-1]
+        labelled = reaching_fused_head(batch)
         logprobs = torch.zeros(labelled.shape, device=states.device)
-        logprobs[labelled] = in_tiles(model, states[:, batch.first - 1 : -1][labelled], batch.targets[labelled])
-        scored += batch.unpadded(logprobs)
+        logprobs[labelled] = in_tiles(model, states[labelled], batch.ids[:, 1:][labelled])
+        scored += batch.unpadded(logprobs[:, batch.first - 1 :])
     return scored
+
+
+def reaching_fused_head(batch: Padded) -> torch.Tensor:
+    """Which positions (rows, columns but the last) TRL's head computes, on the batch's device."""
+    labelled = batch.mask[:, 1:].bool()
+    if not labelled.is_cuda:
+        return torch.ones_like(labelled)
+    labelled[:, : batch.first - 1] = False
+    return labelled
 
 
 def in_tiles(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -132,24 +147,37 @@ def expanded_cache(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
 
 
 def least(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """The least work: the backbone over each sequence's own tokens as a plain causal row, the head for its own rows.
+    """The least work: the distinct tokens through the backbone together, each sequence's own as a plain causal row.
 
-    Its numbers are wrong, and fewer, where something is shared (own tokens do not see what others brought): it is a
-    measure of time. Attention to shared tokens is not counted; that short rows are slower, token by token, is.
+    The head gets the distinct scored rows only. The numbers are wrong, and fewer, where something is shared (own
+    tokens do not see what others brought): it is a measure of time. Attention to shared tokens is not counted.
     """
     inputs = [np.concatenate([s.prompt, s.completion[:-1]]) for s in sequences]
     contributed = pack(inputs).contributed.tolist()
-    scored = []
-    for ids, own, sequence in zip(inputs, contributed, sequences, strict=True):
-        row = torch.from_numpy(ids[len(ids) - own :].astype(np.int64)).to(model.device)[None]
-        own_rows = min(own, len(sequence.completion))
-        states = backbone(model)(input_ids=row, use_cache=False)[0][0] if own else None
-        scored.append(
-            selective_rows(model, states[own - own_rows :], sequence.completion[-own_rows:])
-            if states is not None
-            else np.zeros(0, dtype=np.float32)
-        )
+    scored = [np.zeros(0, dtype=np.float32)] * len(sequences)
+    for indices in in_passes(contributed):
+        own = [inputs[index][len(inputs[index]) - contributed[index] :].astype(np.int64) for index in indices]
+        states = hidden_states(model, [torch.from_numpy(ids).to(model.device) for ids in own])
+        for index, rows in zip(indices, states, strict=True):
+            completion = sequences[index].completion
+            count = min(len(rows), len(completion))
+            scored[index] = selective_rows(model, rows[len(rows) - count :], completion[len(completion) - count :])
     return scored
+
+
+def in_passes(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices of rows that are not empty, as many at a time as a pass has tokens for, in order."""
+    indices: list[int] = []
+    total = 0
+    for index, length in enumerate(lengths):
+        if indices and total + length > PASS_TOKENS:
+            yield indices
+            indices, total = [], 0
+        if length:
+            indices.append(index)
+            total += length
+    if indices:
+        yield indices
 
 
 def selective_rows(model: PreTrainedModel, hidden: torch.Tensor, completion: IntArray) -> FloatArray:

@@ -4,17 +4,14 @@
 
 `least work` is the stock backbone over the distinct tokens, and the head for the distinct scored rows (see stock.py).
 The methods take turns, HTTP too, after one sequence each to warm up: what disturbs the machine disturbs all alike.
-Memory is the peak beyond the loaded model, each method in a process of its own. On CUDA a 1.6B model of random weights
-runs in bfloat16.
+Memory is the peak beyond the loaded model, each method in a process of its own; over HTTP the worker's. On CUDA a 1.6B
+model of random weights runs in bfloat16. With trl installed, its own fused head takes a turn too (see trl_fused.py).
 """
 
 import argparse
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,17 +20,18 @@ from transformers import PreTrainedModel
 from bench.measuring import in_own_process, median, peak_of, take_turns
 from bench.models import our_scorer, settings_for, stock_model
 from bench.report import Row, report
-from bench.stock import METHODS, Method, one_by_one
+from bench.serving import Service, serving
+from bench.stock import METHODS, Method, Scored, one_by_one
 from bench.trl_fused import TRL_FUSED, is_installed, trl_fused
 from bench.workloads import SHAPES, groups_of, scored_tokens, sequences_of
 from logprobd.engine.model import find_device
 from logprobd.engine.scorer import Scorer
-from logprobd.sequences import Scores, Sequence
+from logprobd.sequences import Outcome, Scores, Sequence
 from logprobd.settings import ModelSettings
-from running import Running, running_service
 
 CLIENTS = 16
 OURS, HTTP, LEAST = "ours, in-process", f"ours, HTTP, {CLIENTS} clients", "least work"
+ONE_BY_ONE = "one by one"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,42 +77,50 @@ def measure(settings: ModelSettings, chosen: list[str], shape: str, options: arg
     """A row for each method, all of which take turns; the models are gone afterwards."""
     stock, ours = stock_model(settings), our_scorer(settings)
     sequences = sequences_of(shape, ours.loaded.info.vocab_size, options.scale)
+    scored: dict[str, Scored] = {}
     with ExitStack() as stack:
-        methods = works(stack, settings, stock, ours)
+        service = cache(lambda: stack.enter_context(serving(settings, CLIENTS)))
+        methods = works(stock, ours, service)
         for name in chosen:
             methods[name](sequences[:1])  # what is set up on first use
-        turns: dict[str, Callable[[], object]] = {name: partial(methods[name], sequences) for name in chosen}
+        turns: dict[str, Callable[[], object]] = {
+            name: partial(keep, scored, name, methods[name], sequences) for name in chosen
+        }
         seconds = take_turns(turns, options.repeats, ours.device)
-    errors = errors_of(chosen, ours, stock, sequences)
+        memory = {HTTP: {"peak MiB": service().peak_mib()}} if HTTP in chosen else {}
+    errors = errors_of(scored, scored.get(ONE_BY_ONE) or one_by_one(stock, groups_of(sequences)[0]))
     return {
-        name: row_of(shape, name, sequences, taken, seconds.get(LEAST)) | errors.get(name, {})
+        name: row_of(shape, name, sequences, taken, seconds.get(LEAST)) | errors.get(name, {}) | memory.get(name, {})
         for name, taken in seconds.items()
     }
 
 
 def works(
-    stack: ExitStack, settings: ModelSettings, stock: PreTrainedModel, ours: Scorer
-) -> dict[str, Callable[[list[Sequence]], object]]:
+    stock: PreTrainedModel, ours: Scorer, service: Callable[[], Service]
+) -> dict[str, Callable[[list[Sequence]], Scored]]:
     """What each method does with sequences; the service is started when it is first asked."""
-
-    @cache
-    def service() -> tuple[Running, ThreadPoolExecutor]:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = [] if settings.model is None else ["--model", settings.model]
-        flags = ["--precision", settings.precision, "--devices", settings.devices]
-        running = stack.enter_context(running_service(folder / "log", *model, *flags))
-        return running, stack.enter_context(ThreadPoolExecutor(CLIENTS))
-
     return {
         **{name: partial(method, stock) for name, method in stock_methods().items()},
-        OURS: partial(score_in_batches, ours),
-        HTTP: lambda sequences: everybody(*service(), sequences),
+        OURS: lambda sequences: logprobs_of(score_in_batches(ours, sequences)),
+        HTTP: lambda sequences: service().score(sequences),
     }
 
 
-def score_in_batches(scorer: Scorer, sequences: list[Sequence]) -> list[object]:
+def keep(
+    scored: dict[str, Scored], name: str, method: Callable[[list[Sequence]], Scored], sequences: list[Sequence]
+) -> None:
+    scored[name] = method(sequences)
+
+
+def logprobs_of(outcomes: list[Outcome]) -> Scored:
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
+    assert len(scores) == len(outcomes), [outcome for outcome in outcomes if not isinstance(outcome, Scores)]
+    return [outcome.logprobs for outcome in scores]
+
+
+def score_in_batches(scorer: Scorer, sequences: list[Sequence]) -> list[Outcome]:
     """Whole groups, about as many tokens at a time as a pass may have, like the service's queue."""
-    outcomes: list[object] = []
+    outcomes: list[Outcome] = []
     batch: list[Sequence] = []
     for group in groups_of(sequences):
         if batch and sum(s.num_tokens for s in batch + group) > scorer.budget.tokens:
@@ -124,27 +130,16 @@ def score_in_batches(scorer: Scorer, sequences: list[Sequence]) -> list[object]:
     return outcomes + scorer.score(batch)
 
 
-def everybody(running: Running, pool: ThreadPoolExecutor, sequences: list[Sequence]) -> None:
-    """All groups from many clients, each sending one group at a time."""
+def errors_of(scored: dict[str, Scored], truth: Scored) -> dict[str, Row]:
+    """The largest difference from one by one, of every method that has right numbers.
 
-    def post(group: list[Sequence]) -> None:
-        running.post(on_wire(group), timeout=600).raise_for_status()
-
-    list(pool.map(post, groups_of(sequences)))
-
-
-def on_wire(group: list[Sequence]) -> dict[str, object]:
-    return {"prompt": group[0].prompt.tolist(), "completions": [sequence.completion.tolist() for sequence in group]}
-
-
-def errors_of(chosen: list[str], ours: Scorer, stock: PreTrainedModel, sequences: list[Sequence]) -> dict[str, Row]:
-    """The largest difference from one by one, of every method that has right numbers, on the first group."""
-    group = groups_of(sequences)[0]
-    truth = np.concatenate(one_by_one(stock, group))
-    got = {name: method(stock, group) for name, method in stock_methods().items() if name in chosen and name != LEAST}
-    if OURS in chosen:
-        got[OURS] = [outcome.logprobs for outcome in ours.score(group) if isinstance(outcome, Scores)]
-    return {name: {"max difference": float(np.abs(np.concatenate(own) - truth).max())} for name, own in got.items()}
+    Where one by one takes no turns, the truth is the first group's only, and so is the difference.
+    """
+    own = {name: np.concatenate(scores[: len(truth)]) for name, scores in scored.items() if name != LEAST}
+    return {
+        name: {"max difference": float(np.abs(logprobs - np.concatenate(truth)).max())}
+        for name, logprobs in own.items()
+    }
 
 
 def row_of(shape: str, name: str, sequences: list[Sequence], seconds: list[float], least: list[float] | None) -> Row:

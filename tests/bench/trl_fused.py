@@ -1,7 +1,9 @@
 """TRL's own fused head, where TRL is installed: `model(..., labels=..., fused_lm_head=True).log_probs`.
 
-Nothing of TRL is needed for the other methods, so it is imported only when this one is asked for. Written against the
-interface of its main branch (`trl.trainer.utils.add_fused_lm_head`); not run here, where TRL is not installed.
+Nothing of TRL is needed for the other methods, so it is imported only when this one is asked for. Run against trl
+1.16.0, which scores every position on a CPU and, where Triton is, the completions' only. To have it:
+
+    .venv/bin/pip install -c constraints.txt trl==1.16.0
 """
 
 import importlib.util

@@ -6,6 +6,7 @@ copy whose backbone is a stub that returns the given rows.
 """
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ class NoBackboneError(Exception):
 class ModelHead:
     """Calls the head of a causal language model on hidden rows.
 
-    `dtype` runs the head in another precision than the model's, on a copy of its weight.
+    `dtype` runs the head in another precision than the model's (under autocast, than that), on a copy of its weight
+    where it has another dtype.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
@@ -37,10 +39,14 @@ class ModelHead:
         self._stub.hidden = hidden[None] if self._dtype is None else hidden[None].to(self._dtype)
         try:
             ids = torch.zeros((1, hidden.shape[0]), dtype=torch.long, device=hidden.device)
-            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            with self._own_precision(hidden.device):
+                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
             self._stub.hidden = None
         return logits
+
+    def _own_precision(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext() if self._dtype is None else torch.autocast(device.type, enabled=False)
 
 
 class _StubOutput(BaseModelOutputWithPast):

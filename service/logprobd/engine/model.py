@@ -152,18 +152,20 @@ def describe(
 ) -> LoadedModel:
     """Say what was loaded, in the words of the wire."""
     weights = str(next(model.parameters()).dtype).removeprefix("torch.")
-    head_dtype = torch.float32 if settings.head_precision == "float32" and weights != "float32" else None
+    precision = "autocast" if settings.precision == "autocast" else weights
+    head_precision = "float32" if settings.head_precision == "float32" else precision
     info = ModelInfo(
         id=source.name,
         path=source.location,
         family=model.config.model_type,
         fingerprint=fingerprint(model),
-        precision="autocast" if settings.precision == "autocast" else weights,
-        head_precision="float32" if settings.head_precision == "float32" else weights,
+        precision=precision,
+        head_precision=head_precision,
         vocab_size=vocab_size(model),
         max_positions=max_positions(model.config),
     )
-    return LoadedModel(model, device, info, tokenizer, head_dtype, settings.precision == "autocast")
+    head_dtype = torch.float32 if head_precision != precision else None
+    return LoadedModel(model, device, info, tokenizer, head_dtype, precision == "autocast")
 
 
 def load_tokenizer(source: Source, settings: ModelSettings) -> TokenizerInfo:
