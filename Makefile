@@ -25,7 +25,7 @@ check: install
 	$(BIN)/logprobd check
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

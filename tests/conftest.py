@@ -15,6 +15,9 @@ from logprobd.supervisor import REPRODUCIBLE_MKL
 from oracle import tiny_llama
 from running import Running, running_service
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each has a core: threads that compete are slow
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the services that are started
+    torch.set_num_threads(1)
 os.environ.update(REPRODUCIBLE_MKL | os.environ)  # as in a worker, and before MKL computes anything
 
 

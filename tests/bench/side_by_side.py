@@ -1,16 +1,20 @@
-"""A stock backbone over many causal rows at once, side by side in one: no padding, no mask, no row sees another.
+"""A stock backbone over many causal rows at once, side by side in one, where a row may go on from others.
 
 Matrix products get all tokens together, which is as fast as they can be; attention goes row by row through
-transformers' own SDPA function. Nothing of ours computes here.
+transformers' own SDPA function, over the row's own keys and those that it goes on from. Nothing of ours computes
+here, and nothing is spent on bits that do not depend on company.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from logprobd.sequences import IntArray
 
 NAME = "bench_side_by_side"
 
@@ -22,12 +26,14 @@ def attend(
     value: torch.Tensor,
     _mask: torch.Tensor | None,
     *,
-    row_lengths: list[int],
+    side_by_side: list["Row"],
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    rows = zip(*(tensor.split(row_lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    options |= {"attention_mask": None, "is_causal": True}
-    attended = [sdpa_attention_forward(module, q, k, v, **options)[0] for q, k, v in rows]
+    attended = []
+    for row, q in zip(side_by_side, query.split([row.num_own for row in side_by_side], dim=2), strict=True):
+        k, v = (tensor[:, :, row.path] for tensor in (key, value))
+        options |= {"attention_mask": row.mask, "is_causal": row.mask is None}
+        attended.append(sdpa_attention_forward(module, q, k, v, **options)[0])
     return torch.cat(attended, dim=1), None
 
 
@@ -49,13 +55,29 @@ def attending_side_by_side(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(current)
 
 
-def hidden_states(model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The last hidden states (tokens, hidden size) of each row of ids, all computed in one forward pass."""
-    lengths = [len(row) for row in rows]
-    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A row of `num_own` tokens at the end of `path`: the places of all that it sees, a slice where it is alone."""
+
+    num_own: int
+    depth: int
+    path: torch.Tensor | slice
+    mask: torch.Tensor | None
+
+    @classmethod
+    def along(cls, path: IntArray, num_own: int, device: torch.device) -> Self:
+        """Alone it is plainly causal, and needs no mask."""
+        depth = len(path) - num_own
+        if not depth:
+            return cls(num_own, depth, slice(int(path[0]), int(path[0]) + num_own), None)
+        mask = torch.full((num_own, len(path)), -torch.inf, device=device).triu(depth + 1)
+        return cls(num_own, depth, torch.from_numpy(path).to(device).long(), mask[None, None])
+
+
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor, rows: list[Row]) -> list[torch.Tensor]:
+    """The last hidden states (tokens, hidden size) of each row, all computed in one forward pass over `ids`."""
+    positions = torch.cat([torch.arange(row.depth, row.depth + row.num_own, device=model.device) for row in rows])
     decoder: torch.nn.Module = model.get_decoder()
     with attending_side_by_side(model):
-        states = decoder(
-            input_ids=torch.cat(rows)[None], position_ids=positions[None], use_cache=False, row_lengths=lengths
-        )[0][0]
-    return list(states.split(lengths))
+        states = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, side_by_side=rows)[0][0]
+    return list(states.split([row.num_own for row in rows]))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.side_by_side import hidden_states
+from bench.side_by_side import Row, hidden_states
 from bench.workloads import groups_of
 from logprobd.engine.packing import pack
 from logprobd.sequences import FloatArray, IntArray, Sequence
@@ -147,21 +147,27 @@ def expanded_cache(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
 
 
 def least(model: PreTrainedModel, sequences: list[Sequence]) -> Scored:
-    """The least work: the distinct tokens through the backbone together, each sequence's own as a plain causal row.
+    """The least work: the distinct tokens through the backbone together, each attending to its own sequence.
 
-    The head gets the distinct scored rows only. The numbers are wrong, and fewer, where something is shared (own
-    tokens do not see what others brought): it is a measure of time. Attention to shared tokens is not counted.
+    The head gets the distinct scored rows only. Where a completion's first row is another's as well, its logprobs
+    begin behind it: it is a measure of time. What a pass shares with an earlier one is not attended to.
     """
     inputs = [np.concatenate([s.prompt, s.completion[:-1]]) for s in sequences]
-    contributed = pack(inputs).contributed.tolist()
+    tree = pack(inputs)
+    contributed = tree.contributed.tolist()
     scored = [np.zeros(0, dtype=np.float32)] * len(sequences)
     for indices in in_passes(contributed):
-        own = [inputs[index][len(inputs[index]) - contributed[index] :].astype(np.int64) for index in indices]
-        states = hidden_states(model, [torch.from_numpy(ids).to(model.device) for ids in own])
-        for index, rows in zip(indices, states, strict=True):
+        places, rows = np.full(tree.num_tokens, -1, dtype=np.int32), []
+        own = [tree.paths[index][-contributed[index] :] for index in indices]
+        places[np.concatenate(own)] = np.arange(sum(map(len, own)))
+        for index in indices:
+            path = places[tree.paths[index]]
+            rows.append(Row.along(path[path >= 0], contributed[index], model.device))
+        ids = torch.from_numpy(tree.ids[np.concatenate(own)].astype(np.int64)).to(model.device)
+        for index, states in zip(indices, hidden_states(model, ids, rows), strict=True):
             completion = sequences[index].completion
-            count = min(len(rows), len(completion))
-            scored[index] = selective_rows(model, rows[len(rows) - count :], completion[len(completion) - count :])
+            count = min(len(states), len(completion))
+            scored[index] = selective_rows(model, states[len(states) - count :], completion[len(completion) - count :])
     return scored
 
 
