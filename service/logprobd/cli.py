@@ -14,12 +14,15 @@ import uvicorn
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from logprobd import __version__, logs
+from logprobd import __version__, logs, tracing
 from logprobd.app import create_app
 from logprobd.errors import field_path
+from logprobd.own_process import REPRODUCIBLE_MKL
 from logprobd.service import Service
 from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, ServeSettings
-from logprobd.supervisor import REPRODUCIBLE_MKL, ModelRefused
+from logprobd.worker import ModelRefused
+
+MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 
 S = TypeVar("S", bound=ModelSettings)
 
@@ -102,17 +105,26 @@ def check(settings: ModelSettings) -> int:
 def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT; 0 after a drain, 1 if the model is refused or the port is taken."""
     logs.configure(settings.log_format)
+    tracing.configure()
     log.info("starting", version=__version__, **settings.model_dump(mode="json", exclude=set(SECRETS)))
     service = Service(settings)
     config = uvicorn.Config(
-        create_app(service), settings.host, settings.port, log_config=None, access_log=False, server_header=False
+        create_app(service),
+        settings.host,
+        settings.port,
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
     )
     return asyncio.run(run_until_stopped(service, _Server(config)))
 
 
 async def run_until_stopped(service: Service, server: "_Server") -> int:
     """Serve HTTP at once, while the model loads; on a signal drain first, then close."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), service.stop_asked
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     serving = asyncio.create_task(server.serve())
