@@ -91,7 +91,7 @@ class RequestLog:
         seconds = answer.seconds()
         self._metrics.answered(path if path in self._routes else "other", answer.status, seconds)
         times = {name: round(value, 4) for name, value in answer.timings.items() if name != "total"}
-        tell = log.debug if path in POLLED and answer.status == 200 else log.info
+        tell = log.debug if path in POLLED else log.info
         tell("request", method=scope["method"], path=path, status=answer.status, seconds=round(seconds, 4), **times)
 
 
