@@ -21,7 +21,7 @@ LAYERS = [
     {"auth", "logs"},
     {"service"},
     {"responses", "dialects.native", "batcher"},
-    {"waiting", "supervisor", "schemas", "tokenizer"},
+    {"waiting", "supervisor", "schemas", "tokenizer", "plan"},
     {"engine.check"},
     {"engine.worker"},
     {"engine.memory"},
@@ -32,7 +32,7 @@ LAYERS = [
     {"engine.nodes", "engine.flex", "engine.cache", "engine.gguf"},
     {"engine.packing", "engine.blocks", "engine.budget", "engine.meter"},
     {"messages", "errors"},
-    {"sequences", "settings"},
+    {"sequences", "settings", "shape"},
     {"__init__", "dialects.__init__", "engine.__init__"},
 ]
 
@@ -40,6 +40,7 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
     "torch": "engine.",
     "transformers": "engine.",
     "gguf": "engine.gguf",
+    "huggingface_hub": "plan",
     "psutil": "engine.meter",
     "fastapi": ("app", "responses"),
     "uvicorn": "cli",
