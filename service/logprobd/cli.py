@@ -13,16 +13,15 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings
 
 from logprobd import __version__, logs
 from logprobd.app import create_app
 from logprobd.errors import field_path
 from logprobd.service import Service
-from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, PlanSettings, ServeSettings
+from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, PlanSettings, ServeSettings
 from logprobd.supervisor import REPRODUCIBLE_MKL, ModelRefused
 
-S = TypeVar("S", bound=BaseSettings)
+S = TypeVar("S", bound=CommandSettings)
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="logprobd", description="Per-token logprobs of given completions, over HTTP.")
     parser.add_argument("--version", action="version", version=f"logprobd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    subcommands: tuple[tuple[str, type[BaseSettings], str], ...] = (
+    subcommands: tuple[tuple[str, type[CommandSettings], str], ...] = (
         ("serve", ServeSettings, "serve a model over HTTP"),
         ("check", ModelSettings, "load a model, compare with its own forward and say how it would be served"),
         ("plan", PlanSettings, "say from a configuration how many devices a training run needs, without loading it"),
@@ -84,7 +83,7 @@ def load_settings(settings: type[S], given: dict[str, Any]) -> S:
         refuse(f"{option}{first['msg'].removeprefix('Value error, ')}")
 
 
-def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
+def refuse_unknown_variables(settings: type[CommandSettings]) -> None:
     """Exit with 2 if a LOGPROBD_ variable is neither one of a service's nor of these settings."""
     known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields | settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)

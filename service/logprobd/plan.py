@@ -82,7 +82,10 @@ def plan_lines(settings: PlanSettings) -> Iterator[tuple[str, str]]:
     replica = smallest_replica(shape, settings)
     replicas = settings.num_devices // replica.devices
     groups = groups_per_second(work, replica, settings)
-    yield "model", f"{shape.family}, {billions(shape.parameters)} parameters, {billions(shape.active)} of layers a token"
+    yield (
+        "model",
+        f"{shape.family}, {billions(shape.parameters)} parameters, {billions(shape.active)} of layers a token",
+    )
     yield from group_lines(work)
     yield "replicas", replicas_line(replica, replicas, settings.num_devices)
     yield "memory", memory_line(replica, settings)
@@ -236,7 +239,10 @@ def demand_lines(work: GroupWork, groups: float, replicas: int, settings: PlanSe
     needed = asked / settings.step
     load = needed / groups
     scored = needed * work.scored_tokens
-    yield "demand", f"{asked} groups every {settings.step:g} s = {scored:.0f} scored tokens/s: load {load / replicas:.0%}"
+    yield (
+        "demand",
+        f"{asked} groups every {settings.step:g} s = {scored:.0f} scored tokens/s: load {load / replicas:.0%}",
+    )
     yield "enough", f"{math.ceil(load)} replicas; all groups at once are answered in {asked / groups / replicas:.1f} s"
     queued = asked * work.sequence_tokens
     yield "queue", f"--max-queued-tokens {queued} holds all of them; the default is {DEFAULT_QUEUE}"

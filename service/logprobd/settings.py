@@ -23,10 +23,14 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logprobd"
 
 
-class ModelSettings(BaseSettings):
-    """Which model, and how it is computed."""
+class CommandSettings(BaseSettings):
+    """What the options of all commands have in common."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+
+class ModelSettings(CommandSettings):
+    """Which model, and how it is computed."""
 
     model: Annotated[
         str | None, Field(description="folder, GGUF file or Hub id; without it, the embedded SmolLM2-135M-Instruct")
@@ -153,10 +157,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class PlanSettings(BaseSettings):
+class PlanSettings(CommandSettings):
     """The options of `logprobd plan`."""
-
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     model: Annotated[str | None, Field(description="folder with a config.json, that file, or Hub id; required")] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit of a Hub model")] = None

@@ -15,7 +15,7 @@ DENSE = frozenset(
     }
 )  # fmt: skip
 MIXTURES = frozenset({"mixtral", "olmoe", "qwen3_moe"})
-TIED = frozenset({"cohere2", "gemma", "gemma2", "gemma3_text"})
+TIED = frozenset({"cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families whose head is the embedding unless their configuration says otherwise."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -77,7 +77,7 @@ def read_shape(model: Path, parameters: float | None = None, active: float | Non
     return Shape(
         family=family_of(config),
         hidden_size=hidden,
-        intermediate_size=intermediate_size(config),
+        intermediate_size=whole(config, "intermediate_size", "moe_intermediate_size"),
         query_size=heads * head_dim(config),
         vocab_size=whole(config, "vocab_size"),
         num_heads=heads,
@@ -121,7 +121,7 @@ def read_stored(folder: Path) -> Stored | None:
 
 def count(config: Config) -> int:
     """All parameters of matrices, of a family that is known."""
-    every = whole(config, "num_local_experts", "num_experts") if family_of(config) in MIXTURES else 1
+    every = whole(config, *EXPERTS) if family_of(config) in MIXTURES else 1
     return layers(config, every) + embeddings(config)
 
 
@@ -144,10 +144,21 @@ def layers(config: Config, experts: int) -> int:
             f"a {family} model is not counted from its configuration: give --parameters (and --active-parameters for "
             "a mixture of experts), or a folder with its safetensors files"
         )
+    number, sparse = whole(config, "num_hidden_layers"), sparse_layers(config)
     attention = 2 * hidden * (whole(config, "num_attention_heads") + key_value_heads(config)) * head_dim(config)
-    router = hidden * whole(config, "num_local_experts", "num_experts") if family in MIXTURES else 0
-    feed_forward = 3 * hidden * intermediate_size(config)  # gate, up and down
-    return whole(config, "num_hidden_layers") * (attention + experts * feed_forward + router)
+    block = 3 * hidden  # gate, up and down
+    router = hidden * whole(config, *EXPERTS) if sparse else 0
+    of_experts = sparse * (experts * block * expert_size(config) + router)
+    dense = (number - sparse) * block * whole(config, "intermediate_size") if number > sparse else 0
+    return number * attention + of_experts + dense
+
+
+def sparse_layers(config: Config) -> int:
+    """How many layers are mixtures of experts."""
+    if family_of(config) not in MIXTURES:
+        return 0
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(whole(config, "num_hidden_layers")))
 
 
 def embeddings(config: Config) -> int:
@@ -170,11 +181,9 @@ def item_bytes(config: Config, stored: Stored | None) -> int:
     return ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), DEFAULT_ITEM_BYTES)
 
 
-def intermediate_size(config: Config) -> int:
-    """The width of a feed-forward block; of an expert in a mixture."""
-    if config.get("moe_intermediate_size"):
-        return whole(config, "moe_intermediate_size")
-    return whole(config, "intermediate_size")
+def expert_size(config: Config) -> int:
+    """The width of an expert."""
+    return whole(config, "moe_intermediate_size", "intermediate_size")
 
 
 def key_value_heads(config: Config) -> int:
