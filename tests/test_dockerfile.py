@@ -15,6 +15,7 @@ import pytest
 from dockerfile import Build, clean_environment, environment_of_image, instructions, values
 from logprobd.auth import KEYLESS
 from logprobd.settings import ENV_PREFIX, ServeSettings
+from pages import all_commands, run
 from running import ROOT, Running, free_port
 
 # As `docker run --read-only --tmpfs /tmp`: $0 is the folder that stands for /tmp.
@@ -153,18 +154,21 @@ def test_the_health_check_needs_no_key() -> None:
     assert path[1] in KEYLESS
 
 
-def test_the_container_answers_a_curl_and_drains_on_sigterm(build: Build, tmp_path: Path) -> None:
+def test_the_container_answers_the_page_s_curls_and_drains_on_sigterm(build: Build, tmp_path: Path) -> None:
     with container(build, tmp_path / "log") as running:
         port = running.url.rpartition(":")[2]
-        running.wait_for("/readyz")
-        reply = running.post({"prompt": "The capital of France is", "completions": [" Paris."]})
+        curls = [command.replace("http://127.0.0.1:8000", running.url) for command in all_commands("curl")]
+        ready, reply = (json.loads(run(command, tmp_path)) for command in curls)
         health = check_health(build, port)
+        mounts = Path(f"/proc/{running.process.pid}/mounts").read_text()
         status = running.stop()
 
-        assert reply.json()["model"]["id"] == "SmolLM2-135M-Instruct"
+        assert ready == {"status": "ready"}
+        assert reply["model"]["id"] == "SmolLM2-135M-Instruct"
         assert health == 0
         assert check_health(build, port) != 0
         assert status == 0
+        assert not read_only(build.root / "tmp") or re.search(r"^\S+ / \S+ ro\b", mounts, re.MULTILINE)
         assert "converting" not in running.log
 
 

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ import pytest
 from dockerfile import values
 from logprobd.cli import build_parser
 from logprobd.settings import ENV_PREFIX, PlanSettings, ServeSettings
-from running import ROOT, Running, environment
+from pages import PAGES, all_commands, commands, page, run
+from running import ROOT
 
-PAGES = ("docker", "kubernetes", "tuning")
 # Programs that need an engine, a cluster or a server that no machine of the tests has.
 CANNOT_RUN = ("docker", "helm", "kubectl apply", "kubectl get", "kubectl --namespace", "promtool")
 QWEN3_8B = (
@@ -23,21 +22,6 @@ QWEN3_8B = (
     '"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, '
     '"tie_word_embeddings": false, "max_position_embeddings": 40960, "torch_dtype": "bfloat16"}'
 )
-
-
-def page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
-
-
-def commands(name: str) -> list[str]:
-    """The lines of a page's shell blocks, each a command."""
-    blocks = re.findall(r"```sh\n(.*?)```", page(name), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
-
-
-def all_commands(*programs: str) -> Iterator[str]:
-    for name in PAGES:
-        yield from (command for command in commands(name) if command.startswith(programs))
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +34,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / "snapshots" / revision).mkdir(parents=True)
     (model / "snapshots" / revision / "config.json").write_text(QWEN3_8B)
     return home
-
-
-def run(command: str, folder: Path, **variables: str) -> str:
-    """What a command prints, run by a shell that finds `logprobd` and the checkout's files."""
-    (folder / "bin").mkdir(exist_ok=True)
-    program = folder / "bin" / "logprobd"
-    program.write_text(f'#!/bin/sh\nexec "{ROOT}/.venv/bin/python" -m logprobd "$@"\n')
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
-    given = {"env": environment(PATH=path, **variables), "cwd": folder, "capture_output": True, "text": True}
-    result = subprocess.run(["sh", "-ec", command], check=False, **given)  # type: ignore[call-overload]
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return str(result.stdout)
 
 
 def test_the_plans_print_what_the_page_says(hub: Path, tmp_path: Path) -> None:
@@ -98,16 +69,6 @@ def test_kustomize_runs(tmp_path: Path) -> None:
 
     assert len(overlays) == 2
     assert all("kind: Deployment" in run(command, tmp_path) for command in overlays)
-
-
-def test_curl_is_answered(embedded_service: Running, tmp_path: Path) -> None:
-    replies = [
-        run(command.replace("http://127.0.0.1:8000", embedded_service.url), tmp_path)
-        for command in all_commands("curl")
-    ]
-
-    assert "ready" in replies[0]
-    assert '"SmolLM2-135M-Instruct"' in replies[1]
 
 
 def test_every_command_is_run_or_cannot_be() -> None:

@@ -15,6 +15,7 @@ from logprobd.plan import (
     CHUNK_SHARE,
     HEAD_CHUNK_BYTES,
     LARGEST_PASS,
+    LOGPROB_CHARACTERS,
     SHARE_OF_AVAILABLE,
     TooLargeError,
     attended,
@@ -257,6 +258,13 @@ def test_the_characters_of_an_id_are_those_of_all_ids(vocab_size: int) -> None:
     written = ",".join(str(index) for index in range(vocab_size))
 
     assert id_characters(vocab_size) == pytest.approx((len(written) + 1) / vocab_size)
+
+
+def test_a_logprob_takes_about_as_many_characters_as_in_a_reply(tiny_service: Running) -> None:
+    reply = tiny_service.post({"prompt": [1], "completions": [[index % 100 + 1 for index in range(120)]]}).text
+    written = reply.partition('"logprobs":[')[2].partition("]")[0]
+
+    assert 0.75 < (len(written) + 1) / 120 / LOGPROB_CHARACTERS < 1
 
 
 def lines_of(folder: Path, **given: Any) -> dict[str, str]:

@@ -190,7 +190,7 @@ def traffic_of_group(shape: Shape, settings: PlanSettings) -> Traffic:
 
 def id_characters(vocab_size: int) -> float:
     """The characters of a token id in JSON, its comma among them, on average over the vocabulary."""
-    digits = sum(vocab_size - 10**power for power in range(1, len(str(vocab_size - 1)))) + vocab_size
+    digits: int = sum(vocab_size - 10**power for power in range(1, len(str(vocab_size - 1)))) + vocab_size
     return digits / vocab_size + 1
 
 
