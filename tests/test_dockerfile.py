@@ -80,7 +80,7 @@ def build(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bu
     share_libraries(root)
     environment = clean_environment()
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    made = Build(root, {**environment, "PATH": path}, {"TORCH_VARIANT": "cuda"})
+    made = Build(root, {**environment, "PATH": path}, {"TORCH_VARIANT": "cpu"})
     made.run()
     return made
 

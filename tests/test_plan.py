@@ -1,15 +1,11 @@
-"""`logprobd plan`: numbers worked out by hand, and those of real models; what is missing or too large is said."""
+"""`logprobd plan`: numbers worked out by hand, and those of a service; what is missing or too large is said."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from families import FAMILIES, Family
+from configs import SMALL_LAYERS, write_config
 from logprobd.engine import memory
 from logprobd.plan import (
     CHUNK_SHARE,
@@ -26,136 +22,12 @@ from logprobd.plan import (
     work_of_group,
 )
 from logprobd.settings import PlanSettings
-from logprobd.shape import DENSE, MIXTURES, Shape, UnknownShapeError, count, read_shape
+from logprobd.shape import Shape, read_shape
 from running import Running, run_cli
-
-SMALL = {
-    "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "dtype": "bfloat16",
-}  # fmt: skip
-# Of each layer: queries and output 2 x 8 x 8, keys and values 2 x 8 x 4, feed-forward 3 x 8 x 16.
-SMALL_LAYERS = 2 * (128 + 64 + 384)
-SMALL_PARAMETERS = SMALL_LAYERS + 2 * 800
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a config.json and gives its folder."""
-
-    def written(**changes: Any) -> Path:
-        (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
-        return tmp_path
-
-    return written
 
 
 def settings(**given: Any) -> PlanSettings:
     return PlanSettings(**{"model": "unused", "group": 3, "prompt": 5, "completion": 4, **given})
-
-
-def counted_families() -> list[Family]:
-    return [family for family in FAMILIES if family.config().model_type in DENSE | MIXTURES]
-
-
-@pytest.mark.parametrize("family", counted_families(), ids=lambda family: family.name)
-def test_a_configuration_has_as_many_parameters_as_its_model(family: Family) -> None:
-    config = family.config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-
-    assert count(config.to_dict()) == matrices
-
-
-def test_every_counted_family_is_tried() -> None:
-    assert {family.config().model_type for family in counted_families()} == DENSE | MIXTURES
-
-
-def test_the_parameters_of_a_small_model(write: Write) -> None:
-    shape = read_shape(write())
-
-    assert shape.parameters == SMALL_PARAMETERS
-    assert shape.active == SMALL_LAYERS
-    assert shape.head == 800
-    assert shape.item_bytes == 2
-
-
-def test_a_token_meets_only_its_experts(write: Write) -> None:
-    shape = read_shape(write(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=4))
-    attention, expert, router = 128 + 64, 3 * 8 * 4, 8 * 6
-
-    assert shape.parameters == 2 * (attention + 6 * expert + router) + 2 * 800
-    assert shape.active == 2 * (attention + 2 * expert + router)
-
-
-def test_some_layers_of_a_mixture_are_dense(write: Write) -> None:
-    mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "mlp_only_layers": [0]}
-    shape = read_shape(write(model_type="qwen3_moe", **mixture))
-
-    assert shape.active == 2 * (128 + 64) + 3 * 8 * 16 + 2 * 3 * 8 * 4 + 8 * 6
-
-
-def test_a_folder_with_weights_is_counted_exactly(tiny_folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    shape = read_shape(tiny_folder)
-
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.item_bytes == 4
-
-
-def test_the_text_model_of_several_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "both", "text_config": SMALL}))
-
-    assert read_shape(tmp_path).parameters == SMALL_PARAMETERS
-
-
-def test_what_is_given_goes_before_what_is_counted(write: Write) -> None:
-    shape = read_shape(write(model_type="new"), parameters=5000.0)
-
-    assert shape.parameters == 5000
-    assert shape.active == 5000 - 1600
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "new"}, "--parameters"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"vocab_size": "many"}, "vocab_size"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings"),
-    ],
-)
-def test_a_configuration_that_does_not_say_enough_is_refused(
-    write: Write, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnknownShapeError, match=message):
-        read_shape(write(**changes))
-
-
-def test_an_unknown_mixture_needs_its_active_parameters(write: Write) -> None:
-    folder = write(model_type="new", num_experts=4)
-    with pytest.raises(UnknownShapeError, match="--active-parameters"):
-        read_shape(folder, parameters=5000.0)
-
-    assert read_shape(folder, parameters=5000.0, active=900.0).active == 900
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content)
-
-    with pytest.raises(UnknownShapeError, match=r"config\.json"):
-        read_shape(tmp_path)
-
-
-def test_a_broken_weights_file_is_refused(write: Write) -> None:
-    folder = write()
-    (folder / "model.safetensors").write_bytes(b"\x04\0\0\0\0\0\0\0nope")
-
-    with pytest.raises(UnknownShapeError, match=r"model\.safetensors"):
-        read_shape(folder)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 20])
@@ -166,8 +38,8 @@ def test_attended_keys_are_those_of_a_loop(start: int, end: int, window: int | N
     assert attended(start, end, window) == loop
 
 
-def test_the_work_of_a_small_group(write: Write) -> None:
-    work = work_of_group(read_shape(write()), settings())
+def test_the_work_of_a_small_group(tmp_path: Path) -> None:
+    work = work_of_group(read_shape(write_config(tmp_path)), settings())
 
     assert work.sequence_tokens == 27
     assert work.computed_tokens == 5 + 3 * 3
@@ -179,9 +51,9 @@ def test_the_work_of_a_small_group(write: Write) -> None:
     assert work.saving == 1 - 14 / 27
 
 
-def test_a_window_bounds_what_its_layers_attend_to(write: Write) -> None:
+def test_a_window_bounds_what_its_layers_attend_to(tmp_path: Path) -> None:
     layers = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    work = work_of_group(read_shape(write(**layers)), settings())
+    work = work_of_group(read_shape(write_config(tmp_path, **layers)), settings())
 
     assert work.attention == 4 * 8 * ((15 + 3 * 21) + (9 + 3 * 6))
 
@@ -271,8 +143,8 @@ def lines_of(folder: Path, **given: Any) -> dict[str, str]:
     return dict(plan_lines(settings(model=str(folder), **given)))
 
 
-def test_speed_follows_from_the_rate(write: Write) -> None:
-    folder = write()
+def test_speed_follows_from_the_rate(tmp_path: Path) -> None:
+    folder = write_config(tmp_path)
     flops = work_of_group(read_shape(folder), settings()).flops
     lines = lines_of(folder, rate=str(10 * flops), devices="2", trainers=4, groups=5, step=2)
 
@@ -283,19 +155,21 @@ def test_speed_follows_from_the_rate(write: Write) -> None:
     assert lines["queue"].startswith("--max-queued-tokens 540 ")
 
 
-def test_speed_follows_from_a_measurement(write: Write) -> None:
-    lines = lines_of(write(), measured=140.0, devices="cuda:0,cuda:1,cuda:2")
+def test_speed_follows_from_a_measurement(tmp_path: Path) -> None:
+    lines = lines_of(write_config(tmp_path), measured=140.0, devices="cuda:0,cuda:1,cuda:2")
 
     assert lines["speed"] == "3 x 120 = 360 scored tokens/s (420 computed)"
     assert "from 140 computed tokens/s measured" in lines["rate"]
 
 
-def test_an_assumed_rate_says_so(write: Write) -> None:
-    assert "assumed" in lines_of(write())["rate"]
+def test_an_assumed_rate_says_so(tmp_path: Path) -> None:
+    assert "assumed" in lines_of(write_config(tmp_path))["rate"]
 
 
-def test_the_command_prints_a_line_for_each_part(write: Write) -> None:
-    result = run_cli("plan", "--model", str(write()), "--group", "3", "--prompt", "5", "--completion", "4")
+def test_the_command_prints_a_line_for_each_part(tmp_path: Path) -> None:
+    result = run_cli(
+        "plan", "--model", str(write_config(tmp_path)), "--group", "3", "--prompt", "5", "--completion", "4"
+    )
 
     assert result.returncode == 0, result.stderr
     assert [line.split("  ")[0] for line in result.stdout.splitlines()] == [
@@ -321,9 +195,9 @@ def test_the_command_prints_a_line_for_each_part(write: Write) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said_in_one_line(
-    write: Write, arguments: list[str], code: int, message: str
+    tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    folder = write()
+    folder = write_config(tmp_path)
     given = [argument.format(folder=folder) for argument in arguments]
     result = run_cli("plan", *given, HF_HUB_OFFLINE="1")
 
@@ -332,9 +206,13 @@ def test_what_cannot_be_planned_is_said_in_one_line(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_options_of_plan_are_variables_too(write: Write) -> None:
+def test_options_of_plan_are_variables_too(tmp_path: Path) -> None:
     result = run_cli(
-        "plan", LOGPROBD_MODEL=str(write()), LOGPROBD_GROUP="3", LOGPROBD_PROMPT="5", LOGPROBD_COMPLETION="4"
+        "plan",
+        LOGPROBD_MODEL=str(write_config(tmp_path)),
+        LOGPROBD_GROUP="3",
+        LOGPROBD_PROMPT="5",
+        LOGPROBD_COMPLETION="4",
     )
 
     assert "14 tokens computed of 27" in result.stdout
@@ -347,9 +225,9 @@ def test_a_service_does_not_take_the_variables_of_plan() -> None:
     assert "LOGPROBD_GROUP" in result.stderr
 
 
-def test_plan_does_not_import_torch(write: Write) -> None:
+def test_plan_does_not_import_torch(tmp_path: Path) -> None:
     small = ("--group", "3", "--prompt", "5", "--completion", "4")
-    result = run_cli("plan", "--model", str(write()), *small, PYTHONPROFILEIMPORTTIME="1")
+    result = run_cli("plan", "--model", str(write_config(tmp_path)), *small, PYTHONPROFILEIMPORTTIME="1")
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
 
     assert "logprobd.plan" in imported
