@@ -218,6 +218,14 @@ def test_options_of_plan_are_variables_too(tmp_path: Path) -> None:
     assert "14 tokens computed of 27" in result.stdout
 
 
+def test_help_has_a_line_for_every_option() -> None:
+    text = " ".join(run_cli("plan", "--help", COLUMNS="500").stdout.split())
+
+    for name, field in PlanSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"{field.description} (LOGPROBD_{name.upper()})" in text
+
+
 def test_a_service_does_not_take_the_variables_of_plan() -> None:
     result = run_cli("serve", LOGPROBD_GROUP="3")
 
