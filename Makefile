@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve check test lint format families bench
+.PHONY: install serve check test lint format families bench prometheus
 
 install: $(INSTALLED)
 
@@ -31,6 +31,12 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Prometheus and promtool, for the tests of deploy/, which do without where they are not: only unpacked, not started.
+prometheus: $(VENV)/prometheus
+
+$(VENV)/prometheus: | install
+	cd $(VENV) && apt-get download prometheus && dpkg-deb --extract prometheus_*.deb prometheus && rm prometheus_*.deb
 
 format: install
 	$(BIN)/ruff check --fix .

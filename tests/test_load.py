@@ -54,7 +54,7 @@ def test_abandoned_requests_leave_the_queue_at_once(tiny_folder: Path, tmp_path:
         blocker = {"groups": [{"prompt": [n % 200 + 1], "completions": [[2] * 500] * 3} for n in range(400)]}
         asyncio.run(abandon(running.url, blocker))
         deadline = time.monotonic() + 5
-        while (queue := queue_of(running))["requests"] and time.monotonic() < deadline:
+        while (queue := queue_of(running))["tokens"] and time.monotonic() < deadline:
             time.sleep(0.05)
         started = time.perf_counter()
         running.post(body_of(1))

@@ -28,7 +28,7 @@ LAYERS = [
     {"dialects.whole", "dialects.flat"},
     {"dialects.native"},
     {"dialects.plans", "supervisor"},
-    {"waiting", "worker", "schemas", "tokenizer"},
+    {"waiting", "worker", "schemas", "tokenizer", "plan"},
     {"own_process"},
     {"engine.check"},
     {"engine.worker"},
@@ -40,7 +40,7 @@ LAYERS = [
     {"engine.nodes", "engine.flex", "engine.cache", "engine.gguf"},
     {"engine.packing", "engine.blocks", "engine.budget", "engine.meter"},
     {"messages", "errors"},
-    {"sequences", "settings"},
+    {"sequences", "settings", "shape"},
     {"__init__", "dialects.__init__", "engine.__init__"},
 ]
 
@@ -48,6 +48,7 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
     "torch": "engine.",
     "transformers": "engine.",
     "gguf": "engine.gguf",
+    "huggingface_hub": "plan",
     "psutil": "engine.meter",
     "fastapi": ("app", "responses", "scoring", "dialect_routes"),
     "prometheus_client": ("metrics", "app"),

@@ -23,7 +23,7 @@ def guarded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (folder / "keys").write_text("filed-key\n\n")
     flags = ["--model", str(tiny_folder), "--api-key-file", str(folder / "keys")]
     variables = {"LOGPROBD_API_KEY": "first-key, second-key", "LOGPROBD_ADMIN_KEY": "admin-key"}
-    with running_service(folder / "log", *flags, **variables) as running:
+    with running_service(folder / "log", *flags, ready=True, **variables) as running:
         yield running
 
 

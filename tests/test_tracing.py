@@ -33,7 +33,7 @@ def test_a_request_is_a_span_below_its_callers(tiny_folder: Path, tmp_path: Path
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "OTEL_BSP_SCHEDULE_DELAY": "200",
     }
-    with running_service(tmp_path / "log", "--model", str(tiny_folder), **variables) as running:
+    with running_service(tmp_path / "log", "--model", str(tiny_folder), ready=True, **variables) as running:
         body = {"prompt": [1, 2], "completions": [[3], [4]]}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
         httpx.post(running.url + "/logprobs", json=body, headers=headers, timeout=30)

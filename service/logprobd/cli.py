@@ -1,4 +1,4 @@
-"""The command line: `logprobd serve` and `logprobd check`."""
+"""The command line: `logprobd serve`, `logprobd check` and `logprobd plan`."""
 
 import argparse
 import asyncio
@@ -19,12 +19,12 @@ from logprobd.app import create_app
 from logprobd.errors import field_path
 from logprobd.own_process import REPRODUCIBLE_MKL
 from logprobd.service import Service
-from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, ServeSettings
+from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, PlanSettings, ServeSettings
 from logprobd.worker import ModelRefused
 
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 
-S = TypeVar("S", bound=ModelSettings)
+S = TypeVar("S", bound=CommandSettings)
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. What cannot start says so in one line and returns 2."""
     given = vars(build_parser().parse_args(arguments))
     command = given.pop("command")
-    refuse_unknown_variables()
+    refuse_unknown_variables(PlanSettings if command == "plan" else ServeSettings)
+    if command == "plan":
+        return plan(load_settings(PlanSettings, given))
     if command == "check":
         return check(load_settings(ModelSettings, given))
     return serve(load_settings(ServeSettings, given))
@@ -43,10 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="logprobd", description="Per-token logprobs of given completions, over HTTP.")
     parser.add_argument("--version", action="version", version=f"logprobd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, settings, summary in (
+    subcommands: tuple[tuple[str, type[CommandSettings], str], ...] = (
         ("serve", ServeSettings, "serve a model over HTTP"),
         ("check", ModelSettings, "load a model, compare with its own forward and say how it would be served"),
-    ):
+        ("plan", PlanSettings, "say from a configuration how many devices a training run needs, without loading it"),
+    )
+    for name, settings, summary in subcommands:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         for option, field in settings.model_fields.items():
             if option not in SECRETS:
@@ -82,11 +86,12 @@ def load_settings(settings: type[S], given: dict[str, Any]) -> S:
         refuse(f"{option}{first['msg'].removeprefix('Value error, ')}")
 
 
-def refuse_unknown_variables() -> None:
-    known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields}
+def refuse_unknown_variables(settings: type[CommandSettings]) -> None:
+    """Exit with 2 if a LOGPROBD_ variable is neither one of a service's nor of these settings."""
+    known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields | settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
     if unknown:
-        refuse(f"unknown variable {', '.join(unknown)}; `logprobd serve --help` lists those that there are")
+        refuse(f"unknown variable {', '.join(unknown)}; `logprobd COMMAND --help` lists those that there are")
 
 
 def refuse(message: str) -> NoReturn:
@@ -100,6 +105,21 @@ def check(settings: ModelSettings) -> int:
     from logprobd.engine.check import run_check  # torch is this command's own: `serve` must not import it
 
     return run_check(settings)
+
+
+def plan(settings: PlanSettings) -> int:
+    """Print how many devices a training run needs; 1 if the model's size is unknown or it does not fit."""
+    from logprobd.plan import TooLargeError, plan_lines  # with the Hub's client, which `serve` does without
+    from logprobd.shape import UnknownShapeError
+
+    try:
+        lines = list(plan_lines(settings))
+    except (UnknownShapeError, TooLargeError) as error:
+        print(f"logprobd: {error}", file=sys.stderr)
+        return 1
+    for name, value in lines:
+        print(f"{name:<16}{value}")
+    return 0
 
 
 def serve(settings: ServeSettings) -> int:
