@@ -16,7 +16,7 @@ from logprobd_client.wire import Message, decode, encode, read_json
 
 API_KEY_VARIABLE = "LOGPROBD_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
-MAX_REQUEST_TOKENS = 1 << 16
+MAX_REQUEST_TOKENS = 1 << 17
 CONNECT_SECONDS = 10.0
 
 Transport = TypeVar("Transport")
@@ -58,7 +58,7 @@ class BaseClient(ABC, Generic[Transport]):
         self._expect = expect
         self._max_in_flight = max_in_flight
         self._max_request_tokens = max_request_tokens
-        self._binary = binary
+        self.binary = binary
         self._headers = authorization(api_key)
         # A request that waits for a connection of the pool is not late: its time begins when it has one.
         self._timeout = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
@@ -92,7 +92,7 @@ class BaseClient(ABC, Generic[Transport]):
         return call.parts(self._max_request_tokens, len(self._endpoints.base_urls))
 
     def _score_part(self, call: Call, part: Part) -> Exchange[Result]:
-        message = encode(part, call.options, self._binary and not call.has_text)
+        message = encode(part, call.options, self.binary and not call.has_text)
         try:
             response = yield from self._endpoints.request(message)
         except ApiError as error:

@@ -138,10 +138,12 @@ class Client(BaseClient[httpx.BaseTransport]):
 
 
 class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
-    """A client for asyncio; its options and calls are those of `Client`.
+    """A client for asyncio; its options and calls are those of `Client`, to be awaited.
 
-    async with AsyncClient("http://127.0.0.1:8000") as client:
-        result = await client.score(["The capital of France is"], [[" Paris.", " Lyon."]])
+        async with AsyncClient("http://127.0.0.1:8000") as client:
+            result = await client.score(["The capital of France is"], [[" Paris.", " Lyon."]])
+
+    What it encodes and decodes between waits is one part of a call at a time.
     """
 
     def _connect(self, transport: httpx.AsyncBaseTransport | None) -> None:
@@ -212,6 +214,7 @@ class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # none outlives the call
 
     async def _drive(self, exchange: Exchange[T]) -> T:
         """Do what an exchange says until it has a result."""

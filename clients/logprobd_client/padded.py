@@ -28,7 +28,8 @@ class PaddedRows:
         """The rows as a call of a list of completions a row, which is empty where nothing is wanted."""
         rows = zip(self.prompts, self.completions, strict=True)
         groups = [Group(prompt, [completion]) for prompt, completion in rows if len(completion)]
-        return Call(join_equal_prompts(groups), [min(1, len(completion)) for completion in self.completions], options)
+        sizes = [min(1, len(completion)) for completion in self.completions]
+        return Call(join_equal_prompts(groups), sizes, options, has_text=False)
 
     def fill(self, result: Result) -> PaddedResult:
         """The scores where they belong, 0.0 elsewhere."""
@@ -48,8 +49,8 @@ def read_rows(
     prompt_ids: Iterable[Any], completion_ids: Iterable[Any], completion_mask: Any, prompt_mask: Any
 ) -> PaddedRows:
     """Padded or ragged ids with their masks; raises ValueError, naming the argument, where they do not fit together."""
-    prompts = [read_ids(ids, f"prompt_ids[{row}]") for row, ids in enumerate(prompt_ids)]
-    completions = [read_ids(ids, f"completion_ids[{row}]") for row, ids in enumerate(completion_ids)]
+    prompts = [read_ids(ids, "prompt_ids", row) for row, ids in enumerate(prompt_ids)]
+    completions = [read_ids(ids, "completion_ids", row) for row, ids in enumerate(completion_ids)]
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} rows of prompt_ids and {len(completions)} of completion_ids")
     if prompt_mask is not None:

@@ -57,7 +57,7 @@ class Group:
         return any(isinstance(value, str) for value in (self.prompt, *self.completions))
 
     def cut(self, max_tokens: int) -> Iterator["Group"]:
-        """Itself if it fits, else pieces that do. Each piece computes the prompt anew: a long one gets longer ones."""
+        """Pieces of at most so many tokens. Each computes the prompt anew: a long one gets longer pieces."""
         prompt = num_tokens(self.prompt)
         room = max_tokens - prompt if prompt <= max_tokens // 2 else max_tokens
         start = taken = 0
@@ -95,15 +95,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call in one form. `sizes` says how many completions each prompt has, or is None where they came flat."""
+    """A call in one form. `sizes` says how many completions each prompt has, or is None where they came flat.
+
+    `has_text` is whether any prompt or completion is text, not ids.
+    """
 
     groups: list[Group]
     sizes: list[int] | None
     options: Options
-
-    @property
-    def has_text(self) -> bool:
-        return any(group.has_text for group in self.groups)
+    has_text: bool
 
     @property
     def num_completions(self) -> int:
@@ -120,18 +120,25 @@ class Call:
 
         A group stays whole where it fits. There is always a part: the answer to nothing still names the model.
         """
-        pieces = [piece for group in self.groups for piece in group.cut(max_tokens)]
-        total = sum(piece.num_tokens for piece in pieces)
-        target = min(max_tokens, max(-(-total // shares), MIN_SHARE))
+        sized = list(self._sized(max_tokens))
+        target = min(max_tokens, max(-(-sum(tokens for _, tokens in sized) // shares), MIN_SHARE))
         parts, taken, first = [Part([], 0)], 0, 0
-        for piece in pieces:
-            if parts[-1].groups and taken + piece.num_tokens > target:
+        for group, tokens in sized:
+            if parts[-1].groups and taken + tokens > target:
                 parts.append(Part([], first))
                 taken = 0
-            parts[-1].groups.append(piece)
-            taken += piece.num_tokens
-            first += len(piece.completions)
+            parts[-1].groups.append(group)
+            taken += tokens
+            first += len(group.completions)
         return parts
+
+    def _sized(self, max_tokens: int) -> Iterator[tuple[Group, int]]:
+        """The groups, those cut that are too large, with their tokens."""
+        for group in self.groups:
+            if (tokens := group.num_tokens) <= max_tokens:
+                yield group, tokens
+            else:
+                yield from ((piece, piece.num_tokens) for piece in group.cut(max_tokens))
 
     def relocate(self, part: Part, message: str) -> str:
         """A message about a part, with its field paths counted as in the call."""
