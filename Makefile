@@ -48,4 +48,4 @@ families: install
 # Takes hours on a small machine; each by itself: .venv/bin/python tests/bench NAME --out docs/bench
 bench: install
 	$(PIP) -c constraints.txt -e '.[bench]'
-	for name in seed trainer growth precision longest packing; do $(BIN)/python tests/bench $$name --out docs/bench || exit 1; done
+	for name in seed trainer growth precision longest packing encoding; do $(BIN)/python tests/bench $$name --out docs/bench || exit 1; done

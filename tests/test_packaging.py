@@ -3,9 +3,12 @@
 import ast
 import itertools
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import logprobd
 import logprobd_client
@@ -122,10 +125,37 @@ def test_service_and_client_never_import_each_other() -> None:
 
 
 def test_the_client_is_light() -> None:
-    heavy = ("torch", "transformers", "fastapi", "pydantic", "uvicorn", "tokenizers", "logprobd")
-    script = f"import sys, logprobd_client; print([name for name in {heavy} if name in sys.modules])"
+    heavy = ("torch", "tqdm", "trl", "transformers", "fastapi", "pydantic", "uvicorn", "tokenizers", "logprobd")
+    script = f"import sys, logprobd_client.wire_binary; print([name for name in {heavy} if name in sys.modules])"
 
     assert run_python(script) == "[]"
+
+
+def test_installing_the_client_brings_nothing_heavy() -> None:
+    brought = closure_of("logprobd-client")
+
+    assert {"logprobd-client", "httpx", "numpy", "safetensors", "anyio", "certifi"} <= brought
+    assert not brought & {"torch", "transformers", "tokenizers", "pydantic", "logprobd", "trl", "tqdm"}
+    assert len(brought) < 15, sorted(brought)
+
+
+def closure_of(distribution: str) -> set[str]:
+    """A distribution and all that installing it without extras brings, by the metadata of what is installed.
+
+    The first one's is read from its pyproject.toml, so that an installation made before a change does not count.
+    """
+    project = tomllib.loads((ROOT / "clients" / "pyproject.toml").read_text())["project"]
+    found, new = {distribution}, project["dependencies"]
+    while new:
+        wanted = [Requirement(line) for line in new]
+        names = {canonicalize_name(r.name) for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
+        new = list(itertools.chain(*(metadata.requires(name) or [] for name in names - found)))
+        found |= names
+    return found
+
+
+def test_the_client_says_that_it_is_typed() -> None:
+    assert (ROOT / "clients" / "logprobd_client" / "py.typed").exists()
 
 
 def test_versions_agree_everywhere() -> None:
@@ -139,7 +169,13 @@ def test_versions_agree_everywhere() -> None:
 def test_every_dependency_is_pinned_for_the_tests() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    projects = [
+        tomllib.loads((ROOT / path).read_text())["project"] for path in ("pyproject.toml", "clients/pyproject.toml")
+    ]
+    wanted = [
+        requirement
+        for project in projects
+        for requirement in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    ]
 
     assert {requirement.partition(">=")[0].lower() for requirement in wanted if "[" not in requirement} <= pinned
