@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve check test lint format families bench prometheus
+.PHONY: install serve check test lint format families soak bench prometheus
 
 install: $(INSTALLED)
 
@@ -41,6 +41,11 @@ $(VENV)/prometheus: | install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# All kinds of traffic and faults for as long as is said: make soak SECONDS=600
+SECONDS ?= 600
+soak: install
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 families: install
 	$(BIN)/python tests/family_table.py > docs/families.md

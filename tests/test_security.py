@@ -22,8 +22,8 @@ def guarded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "keys").write_text("filed-key\n\n")
     flags = ["--model", str(tiny_folder), "--api-key-file", str(folder / "keys")]
-    variables = {"LOGPROBD_API_KEY": "first-key, second-key", "LOGPROBD_ADMIN_KEY": "admin-key"}
-    with running_service(folder / "log", *flags, ready=True, **variables) as running:
+    keys = "first-key, second-key"
+    with running_service(folder / "log", *flags, LOGPROBD_API_KEY=keys, LOGPROBD_ADMIN_KEY="admin-key") as running:
         yield running
 
 

@@ -29,11 +29,13 @@ class Collector(BaseHTTPRequestHandler):
 def test_a_request_is_a_span_below_its_callers(tiny_folder: Path, tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    variables = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-    }
-    with running_service(tmp_path / "log", "--model", str(tiny_folder), ready=True, **variables) as running:
+    with running_service(
+        tmp_path / "log",
+        "--model",
+        str(tiny_folder),
+        OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{server.server_port}",
+        OTEL_BSP_SCHEDULE_DELAY="200",
+    ) as running:
         body = {"prompt": [1, 2], "completions": [[3], [4]]}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
         httpx.post(running.url + "/logprobs", json=body, headers=headers, timeout=30)

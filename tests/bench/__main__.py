@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE.parents[1] / "clients"))
 
 from logprobd.own_process import REPRODUCIBLE_MKL  # noqa: E402 - found through the path above
 
-NAMES = ("seed", "trainer", "growth", "precision", "longest", "packing", "exactness", "encoding")
+NAMES = ("seed", "trainer", "growth", "precision", "longest", "packing", "exactness", "encoding", "event_loop")
 
 
 def main() -> None:
