@@ -2,12 +2,15 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from logprobd_client.requests import Call, Candidates, Group, IntArray, Options
+
+INT32 = np.dtype(np.int32)
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids: a list, a numpy array, or whatever numpy can read as one (a tensor on the CPU)."""
@@ -34,7 +37,8 @@ def read_call(prompts: Iterable[Text], completions: Iterable[Any], candidate_ids
             read = [read_text(entry[0], "completions", number)]
         groups.append(Group(read_text(prompt, "prompts", number), read, None if wanted is None else wanted[number]))
     sizes = [len(entry) for entry in entries] if grouped else None
-    return Call(join_equal_prompts(groups), sizes, options, has_text=any(group.has_text for group in groups))
+    has_text = any(isinstance(value, str) for value in chain(prompts, *entries))
+    return Call(join_equal_prompts(groups), sizes, options, has_text)
 
 
 def is_grouped(completions: Sequence[Any]) -> bool:
@@ -106,7 +110,7 @@ def array_of_list(ids: Sequence[Any]) -> IntArray:
 
 def array_of_ids(ids: NDArray[Any], num_dimensions: int) -> IntArray:
     """An array of whatever integers as int32; raises TypeError or OverflowError."""
-    if ids.dtype == np.int32 and ids.ndim == num_dimensions:
+    if ids.dtype == INT32 and ids.ndim == num_dimensions:  # needs no look at its numbers
         return np.ascontiguousarray(ids)
     if ids.ndim != num_dimensions or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(f"got an array of {ids.dtype} with shape {ids.shape}")

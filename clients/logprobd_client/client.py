@@ -5,7 +5,7 @@ Both do the same things in the same order, which `base` says; one waits with thr
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -98,20 +98,27 @@ class Client(BaseClient[httpx.BaseTransport]):
 
     def _score(self, call: Call, progress: bool) -> Result:
         """All parts of a call, some of them at a time, and their answers as one. The first error ends it."""
-        parts, stop = self._parts(call), threading.Event()
-        if len(parts) == 1 and not progress:
-            return join([self._drive(self._score_part(call, parts[0]), stop)], call)
-        pool = ThreadPoolExecutor(min(self._max_in_flight, len(parts)))
+        parts = self._parts(call)
+        with progress_bar(call.num_completions, progress) as advance:
+            if len(parts) > 1 and self._max_in_flight > 1:
+                return join(self._score_in_threads(call, parts, advance), call)
+            results = []
+            for part in parts:
+                results.append(self._drive(self._score_part(call, part), threading.Event()))
+                advance(len(part.completions))
+            return join(results, call)
+
+    def _score_in_threads(self, call: Call, parts: list[Part], advance: Callable[[int], object]) -> list[Result]:
+        stop, pool = threading.Event(), ThreadPoolExecutor(min(self._max_in_flight, len(parts)))
         try:
             futures = {pool.submit(self._drive, self._score_part(call, part), stop): part for part in parts}
-            with progress_bar(call.num_completions, progress) as advance:
-                for future in as_completed(futures):
-                    future.result()
-                    advance(len(futures[future].completions))
-            return join([future.result() for future in futures], call)
+            for future in as_completed(futures):
+                future.result()
+                advance(len(futures[future].completions))
+            return [future.result() for future in futures]
         finally:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)  # what is under way ends by itself, unheard
 
     def _drive(self, exchange: Exchange[T], stop: threading.Event) -> T:
         """Do what an exchange says until it has a result; nothing new once `stop` is set."""

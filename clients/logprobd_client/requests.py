@@ -52,10 +52,6 @@ class Group:
     def num_tokens(self) -> int:
         return num_tokens(self.prompt) + sum(map(num_tokens, self.completions))
 
-    @property
-    def has_text(self) -> bool:
-        return any(isinstance(value, str) for value in (self.prompt, *self.completions))
-
     def cut(self, max_tokens: int) -> Iterator["Group"]:
         """Pieces of at most so many tokens. Each computes the prompt anew: a long one gets longer pieces."""
         prompt = num_tokens(self.prompt)

@@ -3,8 +3,8 @@
     .venv/bin/python tests/bench encoding
 
 1,000 prompts of 100 ids, each with a completion of 1,000: a million scored tokens, in requests of the client's own
-size. What answers is in the same process, computes nothing, and its own reading and writing is measured apart.
-The ids are numpy arrays, or lists of Python's integers; to read such a list is most of what it costs in binary.
+size, one after the other. What answers is in the same process, computes nothing, and its own reading and writing is
+measured apart. The ids are numpy arrays, or lists of Python's integers, which take most of what binary costs to read.
 """
 
 import argparse
