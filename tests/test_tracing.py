@@ -44,6 +44,7 @@ def test_a_request_is_a_span_below_its_callers(tiny_folder: Path, tmp_path: Path
             assert time.monotonic() < deadline
             time.sleep(0.1)
     server.shutdown()
+    server.server_close()
     (span,) = found
     attributes = {a.key: a.value.string_value or a.value.int_value or a.value.double_value for a in span.attributes}
 

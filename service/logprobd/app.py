@@ -34,7 +34,13 @@ SCHEMAS: tuple[Any, ...] = (LogprobsRequest, *REQUESTS)
 
 def create_app(service: Service) -> FastAPI:
     """The ASGI application over a service, which somebody else runs."""
-    app = FastAPI(title="logprobd", version=__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(
+        title="logprobd",
+        version=__version__,
+        redirect_slashes=False,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # tracing.py's one span knows more
+    )
     app.state.service = service
     app.include_router(router)
     app.include_router(dialects, responses=ERRORS)

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from logprobd.errors import ApiError
 from logprobd.responses import error_response
 
+MAX_HEAD_BYTES = 32 << 10  # of an address and headers; the server's own limit lets through what comes at once
 KEYLESS = frozenset({"/healthz", "/readyz", "/health"})
 ADMIN = "/admin"
 
@@ -28,6 +29,8 @@ class RequireKey:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why the request may not pass; an admin's key opens everything."""
+        if (size := head_bytes(scope)) > MAX_HEAD_BYTES:
+            return ApiError("malformed", f"address and headers have {size} bytes; the limit is {MAX_HEAD_BYTES}")
         if scope["path"] in KEYLESS:
             return None
         given = bearer_of(scope)
@@ -39,6 +42,11 @@ class RequireKey:
         if self._keys and not is_admin and not is_user:
             return ApiError("unauthorized", "send one of the service's keys as `Authorization: Bearer KEY`")
         return None
+
+
+def head_bytes(scope: Scope) -> int:
+    """What a request sends before its body, about."""
+    return len(scope["path"]) + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in scope["headers"])
 
 
 def in_admin(path: str) -> bool:

@@ -129,6 +129,12 @@ class Batcher:
         for job in {entry.job for entry in entries}:
             self._settle_if_answered(job)
 
+    def give_up(self, error: ApiError) -> None:
+        """Answer everybody who still waits with an error."""
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
     def _settle_if_answered(self, job: Job) -> None:
         waiter = self._waiters.get(job)
         if job.num_unanswered == 0 and waiter is not None and not waiter.done():

@@ -22,6 +22,7 @@ from logprobd.service import Service
 from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, PlanSettings, ServeSettings
 from logprobd.worker import ModelRefused
 
+LAST_SECONDS = 5  # after a drain, for answers that are still being written
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 
 S = TypeVar("S", bound=CommandSettings)
@@ -135,6 +136,7 @@ def serve(settings: ServeSettings) -> int:
         http="h11",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
+        timeout_graceful_shutdown=LAST_SECONDS,
         log_config=None,
         access_log=False,
         server_header=False,

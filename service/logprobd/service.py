@@ -155,6 +155,7 @@ class Service:
         while self._batcher is not None and self._batcher.num_jobs:
             if asyncio.get_running_loop().time() >= deadline:
                 log.warning("drain timeout passed", unanswered_requests=self._batcher.num_jobs)
+                self._batcher.give_up(ApiError("draining", "the service stopped before this request was answered"))
                 return
             await asyncio.sleep(0.05)
 

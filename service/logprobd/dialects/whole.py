@@ -127,11 +127,14 @@ PromptsField = Annotated[
     ),
 ]
 IdsField = Annotated[Any, PlainValidator(parse_ids), WithJsonSchema(IDS_SCHEMA)]
-Temperature = Annotated[
-    float | None,
-    BeforeValidator(refuse_boolean),
-    Field(ge=0, allow_inf_nan=False, description="logits are divided by it; 0 (greedy) and null score at 1"),
-]
+Temperature = (
+    Annotated[
+        float,
+        BeforeValidator(refuse_boolean),
+        Field(ge=0, allow_inf_nan=False, description="logits are divided by it; 0 (greedy) and null score at 1"),
+    ]
+    | None
+)
 AtMostOne = Annotated[int, Field(ge=0, le=1, description="0, or 1: then the most likely next token comes as well")]
 
 
