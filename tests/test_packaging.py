@@ -17,6 +17,13 @@ SERVICE = ROOT / "service" / "logprobd"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"offline.score"},
+    {"offline.workers", "offline.remote", "offline.output"},
+    {"offline.journal", "offline.survey"},
+    {"offline.batches", "offline.files"},
+    {"offline.parquet"},
+    {"offline.rows"},
+    {"offline.failures", "offline.progress"},
     {"app"},
     {"auth", "logs"},
     {"service"},
@@ -32,8 +39,9 @@ LAYERS = [
     {"engine.nodes", "engine.flex", "engine.cache", "engine.gguf"},
     {"engine.packing", "engine.blocks", "engine.budget", "engine.meter"},
     {"messages", "errors"},
-    {"sequences", "settings"},
-    {"__init__", "dialects.__init__", "engine.__init__"},
+    {"settings"},
+    {"sequences"},
+    {"__init__", "dialects.__init__", "engine.__init__", "offline.__init__"},
 ]
 
 OWNERS: dict[str, str | tuple[str, ...]] = {
@@ -44,7 +52,10 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
     "fastapi": ("app", "responses"),
     "uvicorn": "cli",
     "tokenizers": "tokenizer",
-    "orjson": ("dialects.", "responses"),
+    "orjson": ("dialects.", "responses", "offline."),
+    "pyarrow": "offline.parquet",
+    "httpx": "offline.remote",
+    "tqdm": "offline.progress",
     "pydantic": ("schemas", "settings", "cli", "dialects."),
     "pydantic_settings": "settings",
 }

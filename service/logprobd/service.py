@@ -34,22 +34,13 @@ class Service:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.supervisor.run())
-                ready = await self._first_ready()
+                ready = await self.supervisor.first_ready()
                 batcher = self._open(ready)
                 for worker in self.supervisor.workers:
                     for ahead in (False, True):
                         group.create_task(batcher.serve(partial(self.supervisor.score, worker), ahead=ahead))
         except* ModelRefused as refused:
             raise refused.exceptions[0] from None
-
-    async def _first_ready(self) -> Ready:
-        waits = [asyncio.ensure_future(worker.wait_until_ready()) for worker in self.supervisor.workers]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     def _open(self, ready: Ready) -> Batcher:
         """Take requests from now on."""

@@ -11,10 +11,21 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from logprobd.sequences import MAX_TOP_LOGPROBS
+
 ENV_PREFIX = "LOGPROBD_"
 
 Precision = Literal["auto", "float32", "bfloat16", "float16", "autocast"]
 HeadPrecision = Literal["auto", "model", "float32"]
+
+
+MaxBatchTokens = Annotated[
+    int | None,
+    Field(description="tokens that make a batch full; without it, what a pass may have under the limit", ge=1),
+]
+ApiKey = Annotated[
+    SecretStr | None, Field(description="key, or several comma separated, that requests must bring; a client's is one")
+]
 
 
 def default_cache_dir() -> Path:
@@ -109,10 +120,7 @@ class ServeSettings(ModelSettings):
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
-    max_batch_tokens: Annotated[
-        int | None,
-        Field(description="tokens that make a batch full; without it, what a pass may have under the limit", ge=1),
-    ] = None
+    max_batch_tokens: MaxBatchTokens = None
     max_sequence_tokens: Annotated[
         int | None, Field(description="longest prompt and completion together; the model's context without it", ge=2)
     ] = None
@@ -126,15 +134,12 @@ class ServeSettings(ModelSettings):
     )
     no_auth: Annotated[bool, Field(description="listen on a public address without an API key")] = False
     log_format: Annotated[Literal["console", "json"], Field(description="how log lines look")] = "console"
-    api_key: Annotated[
-        SecretStr | None, Field(description="key, or several comma separated, that requests must bring")
-    ] = None
+    api_key: ApiKey = None
 
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The keys that open the service; empty where none is asked for."""
-        given = "" if self.api_key is None else self.api_key.get_secret_value()
-        return tuple(key.strip() for key in given.split(",") if key.strip())
+        return keys_of(self.api_key)
 
     @model_validator(mode="after")
     def is_not_open_to_the_world(self) -> Self:
@@ -143,6 +148,92 @@ class ServeSettings(ModelSettings):
                 f"--host {self.host} is reachable from outside: set LOGPROBD_API_KEY, or give --no-auth to go without"
             )
         return self
+
+
+class ScoreSettings(ModelSettings):
+    """The options of `logprobd score`."""
+
+    url: Annotated[
+        str | None, Field(description="score through the service at this address, instead of loading a model")
+    ] = None
+    prompt_column: Annotated[str, Field(description="column of the prompts: text or token ids", min_length=1)] = (
+        "prompt"
+    )
+    completion_column: Annotated[
+        str,
+        Field(description="column of the completions: one a row (text or token ids), or a list of them", min_length=1),
+    ] = "completion"
+    output_column: Annotated[
+        str | None,
+        Field(
+            description="column that is added; without it, logprobs (sum with --reduce sum); other columns that are "
+            "asked for then begin with its name, as in NAME_entropy",
+            min_length=1,
+        ),
+    ] = None
+    temperature: Annotated[float, Field(description="logits are divided by it", gt=0, allow_inf_nan=False)] = 1.0
+    reduce: Annotated[Literal["none", "sum"], Field(description="none, or sum: one number a completion")] = "none"
+    top_logprobs: Annotated[
+        int,
+        Field(
+            description="also the columns top_ids and top_logprobs: the N most likely tokens at each position",
+            ge=0,
+            le=MAX_TOP_LOGPROBS,
+        ),
+    ] = 0
+    entropy: Annotated[bool, Field(description="also the column entropy (nats) of each position's distribution")] = (
+        False
+    )
+    tokens: Annotated[
+        bool, Field(description="also the columns token_ids and tokens: what was scored, as ids and as text")
+    ] = False
+    no_special_tokens: Annotated[
+        bool, Field(description="text prompts: without the special tokens that the tokenizer adds by default")
+    ] = False
+    keep_going: Annotated[
+        bool,
+        Field(
+            description="give a row that cannot be scored nulls, and its reason in a column error, instead of stopping "
+            "there; the exit code is 1 all the same"
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, Field(description="replace OUT, and what an interrupted run with other options left of it")
+    ] = False
+    max_batch_tokens: MaxBatchTokens = None
+    section_rows: Annotated[
+        int, Field(description="rows that are read at a time; prompts that they share are computed once", ge=1)
+    ] = 1024
+    retry_timeout: Annotated[
+        float, Field(description="seconds to go on asking a service that is gone or busy (--url)", gt=0)
+    ] = 600.0
+    api_key: ApiKey = None
+
+    @property
+    def first_api_key(self) -> str | None:
+        """The key that requests to --url bring."""
+        return next(iter(keys_of(self.api_key)), None)
+
+    @field_validator("url")
+    @classmethod
+    def is_http(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"https?://[^/]", url):
+            raise ValueError(f"expected an address such as http://127.0.0.1:8000; got {url!r}")
+        return url
+
+    @model_validator(mode="after")
+    def loads_or_asks(self) -> Self:
+        local = sorted(self.model_fields_set & set(ModelSettings.model_fields) - {"cache_dir"})
+        if self.url is not None and local:
+            option = local[0].replace("_", "-")
+            raise ValueError(f"--{option} is for a model that is loaded here; with --url the service has its own")
+        return self
+
+
+def keys_of(given: SecretStr | None) -> tuple[str, ...]:
+    """Comma-separated keys."""
+    keys = "" if given is None else given.get_secret_value()
+    return tuple(key.strip() for key in keys.split(",") if key.strip())
 
 
 def is_loopback(host: str) -> bool:

@@ -193,6 +193,16 @@ class Supervisor:
         finally:
             await asyncio.gather(*(worker.stop() for worker in self.workers))
 
+    async def first_ready(self) -> Ready:
+        """What the first worker that is up serves."""
+        waits = [asyncio.ensure_future(worker.wait_until_ready()) for worker in self.workers]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     async def score(self, worker: Worker, sequences: list[Sequence]) -> list[Outcome]:
         """Outcomes of a batch, whatever it does to the worker.
 

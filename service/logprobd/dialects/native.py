@@ -55,20 +55,32 @@ class Plan:
 def plan(body: bytes, served: ServedModel) -> Plan:
     """Parse and check a request's body; raises ApiError with the field's path."""
     request = parse(body)
-    if request.expect is not None:
-        check_expectation(request.expect, served.info)
-    if request.top_logprobs > served.info.vocab_size:
-        raise ApiError(
-            "invalid",
-            f"top_logprobs is {request.top_logprobs}; the vocabulary has {served.info.vocab_size} tokens",
-            param="top_logprobs",
-        )
-    options = Options(request.temperature, request.top_logprobs, request.entropy)
+    check_options(request, served.info)
     groups = []
     for number, group in enumerate(request.all_groups()):
         place: tuple[int | str, ...] = () if request.groups is None else ("groups", number)
-        groups.append(_GroupPlanner(served, options, request, place).plan(group))
+        groups.append(plan_group(request, group, served, place))
     return Plan(request, groups)
+
+
+def check_options(request: LogprobsRequest, info: ModelInfo) -> None:
+    """Refuse what this model cannot be asked for, whatever the groups."""
+    if request.expect is not None:
+        check_expectation(request.expect, info)
+    if request.top_logprobs > info.vocab_size:
+        raise ApiError(
+            "invalid",
+            f"top_logprobs is {request.top_logprobs}; the vocabulary has {info.vocab_size} tokens",
+            param="top_logprobs",
+        )
+
+
+def plan_group(
+    request: LogprobsRequest, group: Group, served: ServedModel, place: tuple[int | str, ...] = ()
+) -> PlannedGroup:
+    """One group as sequences with the request's options; raises ApiError with the field's path."""
+    options = Options(request.temperature, request.top_logprobs, request.entropy)
+    return _GroupPlanner(served, options, request, place).plan(group)
 
 
 def parse(body: bytes) -> LogprobsRequest:
@@ -81,6 +93,14 @@ def parse(body: bytes) -> LogprobsRequest:
         raise ApiError("invalid", "the body must be a JSON object with groups, or prompt and completions")
     try:
         return LogprobsRequest.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def group_of(prompt: object, completions: list[object]) -> Group:
+    """A group out of values as JSON has them; raises ApiError for the first thing that is wrong."""
+    try:
+        return Group.model_validate({"prompt": prompt, "completions": completions})
     except ValidationError as error:
         raise invalid(error) from None
 

@@ -55,7 +55,8 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, M
     except ModelRefusedError as error:
         connection.send(Refused(str(error)))
         return None
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    # A plain string: torch's own kind of it would have whoever reads the message import torch.
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     connection.send(Ready(loaded.info, loaded.tokenizer, selftest, str(device), plan, versions))
     return scorer, meter
 
