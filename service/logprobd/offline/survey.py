@@ -57,13 +57,12 @@ def survey(source: Input, columns: Columns) -> Survey:
 
 
 def note_ids(row: Row, highest_id: Records, longest: Records) -> None:
-    """Take down the extremes of a row's ids; of text, nothing is known before it is tokenized."""
-    given = [value for value in (row.prompt, *row.group.completions) if isinstance(value, np.ndarray)]
-    if any_id := max((int(ids.max()) for ids in given if len(ids)), default=0):
-        highest_id.note(any_id, row.number)
-    if isinstance(row.prompt, np.ndarray):
-        ids = [len(value) for value in row.group.completions if isinstance(value, np.ndarray)]
-        longest.note(len(row.prompt) + max(ids, default=0), row.number)
+    """Take down the extremes of a row of ids; of text, nothing is known before it is tokenized."""
+    given = [row.prompt, *row.group.completions]
+    ids = [value for value in given if isinstance(value, np.ndarray)]
+    if len(ids) == len(given):
+        highest_id.note(max(int(value.max(initial=0)) for value in ids), row.number)
+        longest.note(len(row.prompt) + max(map(len, row.group.completions), default=0), row.number)
 
 
 def digest_of(path: Path) -> str:
