@@ -20,6 +20,13 @@ SERVICE = ROOT / "service" / "logprobd"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"offline.score"},
+    {"offline.workers", "offline.remote", "offline.output"},
+    {"offline.journal", "offline.survey"},
+    {"offline.batches", "offline.files"},
+    {"offline.parquet"},
+    {"offline.rows"},
+    {"offline.settings", "offline.failures", "offline.progress"},
     {"app"},
     {"dialect_routes"},
     {"scoring"},
@@ -32,7 +39,7 @@ LAYERS = [
     {"dialects.native"},
     {"dialects.plans", "supervisor"},
     {"waiting", "worker", "schemas", "tokenizer", "plan"},
-    {"own_process"},
+    {"own_process", "plan_settings"},
     {"engine.check"},
     {"engine.worker"},
     {"engine.memory"},
@@ -43,8 +50,9 @@ LAYERS = [
     {"engine.nodes", "engine.flex", "engine.cache", "engine.gguf"},
     {"engine.packing", "engine.blocks", "engine.budget", "engine.meter"},
     {"messages", "errors"},
-    {"sequences", "settings", "shape"},
-    {"__init__", "dialects.__init__", "engine.__init__"},
+    {"settings", "shape"},
+    {"sequences"},
+    {"__init__", "dialects.__init__", "engine.__init__", "offline.__init__"},
 ]
 
 OWNERS: dict[str, str | tuple[str, ...]] = {
@@ -59,8 +67,11 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
     "safetensors": ("engine.", "dialects.binary"),
     "uvicorn": "cli",
     "tokenizers": "tokenizer",
-    "orjson": ("dialects.", "responses"),
-    "pydantic": ("schemas", "settings", "cli", "dialects."),
+    "orjson": ("dialects.", "responses", "offline."),
+    "pyarrow": "offline.parquet",
+    "httpx": "offline.remote",
+    "tqdm": "offline.progress",
+    "pydantic": ("schemas", "settings", "plan_settings", "offline.settings", "cli", "dialects."),
     "pydantic_settings": "settings",
 }
 

@@ -11,7 +11,8 @@ import pytest
 
 from dockerfile import values
 from logprobd.cli import build_parser
-from logprobd.settings import ENV_PREFIX, PlanSettings, ServeSettings
+from logprobd.plan_settings import PlanSettings
+from logprobd.settings import ENV_PREFIX, ServeSettings
 from pages import PAGES, all_commands, commands, page, run
 from running import ROOT
 

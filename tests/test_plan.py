@@ -21,7 +21,7 @@ from logprobd.plan import (
     traffic_of_group,
     work_of_group,
 )
-from logprobd.settings import PlanSettings
+from logprobd.plan_settings import PlanSettings
 from logprobd.shape import Shape, read_shape
 from running import Running, run_cli
 

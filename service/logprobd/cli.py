@@ -1,4 +1,4 @@
-"""The command line: `logprobd serve`, `logprobd check` and `logprobd plan`."""
+"""The command line: `logprobd serve`, `score`, `check` and `plan`."""
 
 import argparse
 import asyncio
@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 import structlog
@@ -17,9 +18,13 @@ from pydantic.fields import FieldInfo
 from logprobd import __version__, logs, tracing
 from logprobd.app import create_app
 from logprobd.errors import field_path
+from logprobd.offline.failures import RefusedError, StoppedError
+from logprobd.offline.score import run as run_score
+from logprobd.offline.settings import ScoreSettings
 from logprobd.own_process import REPRODUCIBLE_MKL
+from logprobd.plan_settings import PlanSettings
 from logprobd.service import Service
-from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, PlanSettings, ServeSettings
+from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, ServeSettings
 from logprobd.worker import ModelRefused
 
 LAST_SECONDS = 5  # after a drain, for answers that are still being written
@@ -39,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return plan(load_settings(PlanSettings, given))
     if command == "check":
         return check(load_settings(ModelSettings, given))
+    if command == "score":
+        files = given.pop("input"), given.pop("output")
+        return score(load_settings(ScoreSettings, given), *files)
     return serve(load_settings(ServeSettings, given))
 
 
@@ -48,11 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     subcommands: tuple[tuple[str, type[CommandSettings], str], ...] = (
         ("serve", ServeSettings, "serve a model over HTTP"),
+        ("score", ScoreSettings, "score a JSONL or Parquet file of prompts and completions into another"),
         ("check", ModelSettings, "load a model, compare with its own forward and say how it would be served"),
         ("plan", PlanSettings, "say from a configuration how many devices a training run needs, without loading it"),
     )
     for name, settings, summary in subcommands:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == "score":
+            command.add_argument("input", metavar="IN", type=Path, help="file of rows: .jsonl or .parquet")
+            command.add_argument("output", metavar="OUT", type=Path, help="the same rows with more columns, likewise")
         for option, field in settings.model_fields.items():
             if option not in SECRETS:
                 add_option(command, option, field)
@@ -73,7 +85,9 @@ def add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> 
 
 def metavar_of(field: FieldInfo) -> str:
     kinds = (field.annotation, *get_args(field.annotation))
-    return "N" if int in kinds else "SECONDS" if float in kinds else "VALUE"
+    if float in kinds:
+        return "SECONDS" if (field.description or "").startswith("seconds") else "NUMBER"
+    return "N" if int in kinds else "VALUE"
 
 
 def load_settings(settings: type[S], given: dict[str, Any]) -> S:
@@ -89,7 +103,10 @@ def load_settings(settings: type[S], given: dict[str, Any]) -> S:
 
 def refuse_unknown_variables(settings: type[CommandSettings]) -> None:
     """Exit with 2 if a LOGPROBD_ variable is neither one of a service's nor of these settings."""
-    known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields | settings.model_fields}
+    known = {
+        ENV_PREFIX + name.upper()
+        for name in ServeSettings.model_fields | ScoreSettings.model_fields | settings.model_fields
+    }
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
     if unknown:
         refuse(f"unknown variable {', '.join(unknown)}; `logprobd COMMAND --help` lists those that there are")
@@ -121,6 +138,24 @@ def plan(settings: PlanSettings) -> int:
     for name, value in lines:
         print(f"{name:<16}{value}")
     return 0
+
+
+def score(settings: ScoreSettings, given: Path, out: Path) -> int:
+    """Score a file; 0 if every row was, 1 if some or all were not, 2 if nothing could even begin."""
+    logs.configure("console")
+    try:
+        summary = run_score(settings, given, out)
+    except RefusedError as refused:
+        refuse(str(refused))
+    except (StoppedError, ModelRefused, OSError) as stopped:
+        print(f"logprobd: {stopped}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("logprobd: interrupted; the same command goes on from here", file=sys.stderr)
+        return 1
+    failed = f", {summary.failed} of them not scored (column error)" if summary.failed else ""
+    print(f"{out}: {summary.rows} rows{failed}, {summary.tokens} tokens")
+    return 1 if summary.failed else 0
 
 
 def serve(settings: ServeSettings) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from logprobd.settings import PlanSettings, ServeSettings
+from logprobd.plan_settings import PlanSettings
+from logprobd.settings import ServeSettings
 from logprobd.shape import CONFIG_FILE, ITEM_BYTES, Shape, UnknownShapeError, read_shape
 
 # As the engine plans its memory on CUDA, where it measures what is estimated here (engine/memory.py).

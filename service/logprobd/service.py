@@ -42,7 +42,7 @@ class Service:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.supervisor.run())
-                ready = await self._first_ready()
+                ready = await self.supervisor.first_ready()
                 batcher = self._open(ready)
                 for worker in self.supervisor.workers:
                     for ahead in (False, True):
@@ -53,11 +53,6 @@ class Service:
         finally:
             if self._parsing is not None:
                 await self._parsing.stop()
-
-    async def _first_ready(self) -> Ready:
-        worker = await self.supervisor.usable_worker()
-        assert worker.ready is not None, "a usable worker has said what it serves. This is a bug."
-        return worker.ready
 
     def _open(self, ready: Ready) -> Batcher:
         """Take requests from now on."""

@@ -5,7 +5,7 @@ import os
 
 import structlog
 
-from logprobd.messages import Start
+from logprobd.messages import Ready, Start
 from logprobd.sequences import Failure, Outcome, Sequence
 from logprobd.settings import ModelSettings
 from logprobd.worker import ModelRefused, NeverStartedError, Worker, WorkerDiedError
@@ -37,6 +37,12 @@ class Supervisor:
             raise refused.exceptions[0] from None
         finally:
             await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    async def first_ready(self) -> Ready:
+        """What the first worker that is up serves."""
+        worker = await self.usable_worker()
+        assert worker.ready is not None, "a usable worker has said what it serves. This is a bug."
+        return worker.ready
 
     async def score(self, worker: Worker, sequences: list[Sequence]) -> list[Outcome]:
         """Outcomes of a batch, whatever it does to workers.

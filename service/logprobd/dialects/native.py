@@ -76,6 +76,16 @@ def invalid(error: ValidationError, param: str = "") -> ApiError:
     return ApiError("invalid", f"{field_path(path) or 'body'}: {message}", param=field_path(path) or None)
 
 
+def group_of(prompt: object, completions: list[object]) -> Group:
+    """A group out of values as JSON has them; raises ApiError for the first thing that is wrong."""
+    return checked({"prompt": prompt, "completions": completions}, Group)
+
+
+def plan_group(request: LogprobsRequest, group: Group, served: ServedModel) -> PlannedGroup:
+    """One group as sequences with the request's options; raises ApiError with the field's path."""
+    return _GroupPlanner(served, options_of(request, served), request, "single", 0).plan(group)
+
+
 def options_of(request: LogprobsOptions, served: ServedModel) -> Options:
     """What to compute; raises ApiError if the served model is another, or cannot."""
     if request.expect is not None:

@@ -22,7 +22,7 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer | None
     max_sequence_tokens: int
-    max_request_sequences: int
+    max_request_sequences: int = 1 << 31
 
     def without_tokenizer(self) -> Self:
         return replace(self, tokenizer=None)
