@@ -174,7 +174,7 @@ async def summary(running: Running, tally: Tally, seconds: float, clients: int) 
     early, late = tally.memory_mib[quarter : 2 * quarter] or tally.memory_mib, tally.memory_mib[-quarter:]
     statuses: Counter[str] = Counter()
     for line in metrics.splitlines():
-        if line.startswith("logprobd_requests_total"):
+        if line.startswith('logprobd_requests_total{route="/logprobs"'):
             statuses[line.split('status="')[1][:3]] += int(float(line.rpartition(" ")[2]))
     if sum(queue.values()):
         tally.wrong.append(f"left in the queue: {queue}")
