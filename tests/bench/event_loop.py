@@ -56,6 +56,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "completion_ids": np.full(count * 400, 3, dtype=np.int32),
         "completion_lengths": np.full(count, 400, dtype=np.int32),
     }
+    flat["completion_ids"][-1] = 1 << 30
     return {
         "nothing": (JSON, b""),
         "50 MB of ids, refused at the end": (
@@ -67,7 +68,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "800,000 ids, answered": (JSON, groups(group, 2_000)),
         "100,000 prompts": (JSON, many.encode()),
         "100,000 completions of a prompt": (JSON, one_prompt.encode()),
-        "50 MB in safetensors, answered": (SAFETENSORS, safetensors.numpy.save(flat)),
+        "50 MB in safetensors, its last id unknown": (SAFETENSORS, safetensors.numpy.save(flat)),
     }
 
 
