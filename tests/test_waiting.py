@@ -88,6 +88,31 @@ def test_a_small_request_waits_for_at_most_one_batch_of_a_huge_one(prompts: str)
     assert small in [entry.job for batch in batches for entry in batch]
 
 
+def test_a_huge_job_is_added_with_pauses_in_which_others_go_on() -> None:
+    waiting = Waiting(max_batch_tokens=10, layout="shared")
+    huge, small = job_of(*[(f"{number:06d}", 1) for number in range(5000)]), job_of(("000000", 2), ("zz", 1))
+    adding = waiting.adding(huge)
+    next(adding)
+    waiting.add(small)
+    along = waiting.take()
+    rest = list(adding)
+    taken = [entry for _ in range(6000) for entry in waiting.take()]
+
+    assert {entry.job for entry in along} == {huge, small}
+    assert len(rest) == 1
+    assert len([entry for entry in [*along, *taken] if entry.job is huge]) == 5000
+
+
+def test_a_job_removed_while_it_is_added_leaves_nothing_behind() -> None:
+    waiting = Waiting(max_batch_tokens=10, layout="shared")
+    huge = job_of(*[(f"{number:06d}", 1) for number in range(5000)])
+    next(waiting.adding(huge))
+
+    assert len(waiting.remove(huge)) == 5000
+    assert waiting.take() == []
+    assert not waiting.fills_a_batch()
+
+
 def test_a_removed_job_leaves_nothing_behind() -> None:
     waiting = Waiting(max_batch_tokens=10, layout="shared")
     gone, stays = job_of(("abc", 2), ("xyz", 2)), job_of(("abc", 1))

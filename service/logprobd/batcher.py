@@ -67,10 +67,11 @@ class Batcher:
         self._admit(job)
         job.admitted_at = time.perf_counter()
         waiter = self._waiters[job] = asyncio.get_running_loop().create_future()
-        self._waiting.add(job)
-        self._arrived.set()
-        self._settle_if_answered(job)
         try:
+            for _ in self._waiting.adding(job):
+                await asyncio.sleep(0)
+            self._arrived.set()
+            self._settle_if_answered(job)
             await waiter
         finally:
             self.tokens -= sum(job.costs[index] for index in self._waiting.remove(job))

@@ -1,7 +1,7 @@
 """A process that parses large bodies: `python -m logprobd.body_process FD`, its end of a socket pair.
 
-It takes the served model first, then bodies one by one, and gives back flat plans or errors, until the other end
-closes.
+It takes the served model first, then the names of dialects and their bodies one by one, and gives back flat plans or
+errors, until the other end closes.
 """
 
 import signal
@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from logprobd.dialects.flat import FlatPlan, flatten
-from logprobd.dialects.parsing import PARSERS, ParseFirst, ParseRequest
+from logprobd.dialects.parsing import PARSERS, ParseFirst
 from logprobd.dialects.plans import ServedModel
 from logprobd.errors import ApiError
 
@@ -23,14 +23,15 @@ def main(fd: int) -> None:
         served = first.served_model()
         connection.send(None)
         while True:
-            connection.send(answer_to(connection.recv(), served))
+            dialect = connection.recv()
+            connection.send(answer_to(dialect, connection.recv_bytes(), served))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the service is gone
 
 
-def answer_to(request: ParseRequest, served: ServedModel) -> FlatPlan | ApiError:
+def answer_to(dialect: str, body: bytes, served: ServedModel) -> FlatPlan | ApiError:
     try:
-        return flatten(PARSERS[request.dialect](request.body, served))
+        return flatten(PARSERS[dialect](body, served))
     except ApiError as error:
         return error
 

@@ -9,7 +9,7 @@ import asyncio
 import structlog
 
 from logprobd.dialects.flat import FlatPlan, unflatten
-from logprobd.dialects.parsing import PARSERS, ParseFirst, ParseRequest
+from logprobd.dialects.parsing import PARSERS, ParseFirst
 from logprobd.dialects.plans import Plan, ServedModel
 from logprobd.errors import ApiError
 from logprobd.messages import TokenizerInfo
@@ -34,19 +34,19 @@ class Parsing:
         """A request ready to be scored; raises ApiError with what is wrong with it."""
         if len(body) <= LARGE_BYTES or dialect == "binary":
             return await asyncio.to_thread(self._plan_here, dialect, body)
-        flat = await self._plan_there(ParseRequest(dialect, body))
+        flat = await self._plan_there(dialect, body)
         return await asyncio.to_thread(take_up, flat)
 
     def _plan_here(self, dialect: str, body: bytes) -> tuple[Plan, Job]:
         plan = PARSERS[dialect](body, self._served)
         return plan, Job(plan.sequences)
 
-    async def _plan_there(self, request: ParseRequest) -> FlatPlan:
+    async def _plan_there(self, dialect: str, body: bytes) -> FlatPlan:
         """In the process; one that died (it may have run out of memory) is replaced, and the body tried once more."""
         for _ in range(2):
             process = await self._running()
             try:
-                answer: FlatPlan | ApiError = await process.exchange(request)
+                answer: FlatPlan | ApiError = await process.exchange(dialect, body)
             except (EOFError, OSError):
                 await self._replace(process)
                 continue

@@ -34,12 +34,20 @@ class OwnProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    async def exchange(self, message: object) -> Any:
-        """Send a message and return its answer; raises EOFError or OSError if the process ends before."""
+    async def exchange(self, message: object, body: bytes | None = None) -> Any:
+        """Send a message and return its answer; raises EOFError or OSError if the process ends before.
+
+        A large body goes behind the message as it is: to pickle it would copy it, under Python's lock.
+        """
         async with self._turn:  # answers come in the order of the messages
-            await asyncio.get_running_loop().run_in_executor(self._sending, partial(self.connection.send, message))
+            await asyncio.get_running_loop().run_in_executor(self._sending, partial(self._send, message, body))
             answer = self.receive()
         return await answer
+
+    def _send(self, message: object, body: bytes | None) -> None:
+        self.connection.send(message)
+        if body is not None:
+            self.connection.send_bytes(body)
 
     def receive(self) -> asyncio.Future[Any]:
         """The next object that the process sends."""

@@ -5,10 +5,13 @@ whose sequences would fit whole into the next batch is not torn apart to fill up
 """
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from logprobd.messages import Layout
 from logprobd.sequences import Failure, Outcome, Sequence
+
+PROMPTS_AT_A_TIME = 2000  # are added in about two milliseconds
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +126,19 @@ class Waiting:
         return len(self._jobs)
 
     def add(self, job: Job) -> None:
-        for key, indices in job.pending.items():
+        for _ in self.adding(job):
+            pass
+
+    def adding(self, job: Job) -> Iterator[None]:
+        """Adds a job, and pauses now and then, for the sake of whoever shares the thread; its turn comes at the end.
+
+        In a pause, what was added may be taken along with another job's, or the job be removed.
+        """
+        for count, key in enumerate(list(job.pending), 1):
+            if count % PROMPTS_AT_A_TIME == 0:
+                yield
+            if (indices := job.pending.get(key)) is None:
+                continue
             prompt = self._prompts.setdefault(key, _Prompt(len(job.sequences[indices[0]].prompt)))
             prompt.members[job] = indices
             prompt.tokens += job.completion_tokens[key]
@@ -134,8 +149,10 @@ class Waiting:
         """Take a job's waiting sequences out; returns their indices."""
         removed = [index for indices in job.pending.values() for index in indices]
         for key in list(job.pending):
-            self._prompts[key].tokens -= job.completion_tokens[key]
-            self._forget(job, key)
+            if key in self._prompts and job in self._prompts[key].members:
+                self._prompts[key].tokens -= job.completion_tokens[key]
+                self._forget(job, key)
+        job.pending.clear()
         return removed
 
     def fills_a_batch(self) -> bool:

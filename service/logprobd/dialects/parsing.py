@@ -27,11 +27,3 @@ class ParseFirst:
     def served_model(self) -> ServedModel:
         tokenizer = None if self.tokenizer.json is None else Tokenizer(self.tokenizer)
         return replace(self.served, tokenizer=tokenizer)
-
-
-@dataclass(frozen=True, slots=True)
-class ParseRequest:
-    """A body, and the name of its dialect."""
-
-    dialect: str
-    body: bytes
