@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from logprobd_client.trl import (
@@ -27,9 +24,8 @@ from logprobd_client.trl import (
     RemoteReferenceGRPOTrainer,
     RemoteReferenceRLOOTrainer,
 )
-from oracle import tiny_llama
+from oracle import POLICY_WORDS
 
-NUM_WORDS = 97
 COMMON: dict[str, Any] = {
     "bf16": False,
     "learning_rate": 1e-3,
@@ -51,23 +47,9 @@ ONLINE: dict[str, Any] = {
 }
 
 
-def save_tiny_llama(folder: Path) -> Path:
-    """A random Llama of a hundred words and its tokenizer; its policy differs from nothing but itself."""
-    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(NUM_WORDS))]
-    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
-    backend.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
-    )
-    tokenizer.save_pretrained(folder)
-    model = tiny_llama(len(words), pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model.save_pretrained(folder)
-    return folder
-
-
 def prompts(count: int = 16) -> Dataset:
     """Prompts of two to five words, so that batches are padded."""
-    texts = [" ".join(f"w{(7 * row + place) % NUM_WORDS}" for place in range(2 + row % 4)) for row in range(count)]
+    texts = [" ".join(f"w{(7 * row + place) % POLICY_WORDS}" for place in range(2 + row % 4)) for row in range(count)]
     return Dataset.from_dict({"prompt": texts})
 
 
@@ -76,9 +58,9 @@ def preferences(count: int = 8) -> Dataset:
     return Dataset.from_dict(
         {
             "prompt": [f"{prompt} " for prompt in rows],
-            "chosen": [" ".join(f"w{(row + place) % NUM_WORDS}" for place in range(3)) for row in range(count)],
+            "chosen": [" ".join(f"w{(row + place) % POLICY_WORDS}" for place in range(3)) for row in range(count)],
             "rejected": [
-                " ".join(f"w{(5 * row + place) % NUM_WORDS}" for place in range(2 + row % 5)) for row in range(count)
+                " ".join(f"w{(5 * row + place) % POLICY_WORDS}" for place in range(2 + row % 5)) for row in range(count)
             ],
         }
     )
