@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install serve check test lint format families bench
+.PHONY: install serve check test lint format families soak bench prometheus
 
 install: $(INSTALLED)
 
@@ -32,9 +32,20 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Prometheus and promtool, for the tests of deploy/, which do without where they are not: only unpacked, not started.
+prometheus: $(VENV)/prometheus
+
+$(VENV)/prometheus: | install
+	cd $(VENV) && apt-get download prometheus && dpkg-deb --extract prometheus_*.deb prometheus && rm prometheus_*.deb
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# All kinds of traffic and faults for as long as is said: make soak SECONDS=600
+SECONDS ?= 600
+soak: install
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 families: install
 	$(BIN)/python tests/family_table.py > docs/families.md
@@ -42,4 +53,4 @@ families: install
 # Takes hours on a small machine; each by itself: .venv/bin/python tests/bench NAME --out docs/bench
 bench: install
 	$(PIP) -c constraints.txt -e '.[bench]'
-	for name in seed trainer growth precision longest packing; do $(BIN)/python tests/bench $$name --out docs/bench || exit 1; done
+	for name in seed trainer growth precision longest packing encoding; do $(BIN)/python tests/bench $$name --out docs/bench || exit 1; done

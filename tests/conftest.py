@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logprobd.engine.gguf import embedded_gguf, folder_of_gguf
+from logprobd.own_process import REPRODUCIBLE_MKL
 from logprobd.settings import default_cache_dir
-from logprobd.supervisor import REPRODUCIBLE_MKL
 from oracle import save_tiny_policy, tiny_llama
 from running import Running, running_service
 

@@ -15,6 +15,9 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 
+WIRES = (True, False)
+"""Whether ids go in the binary form: the tests of the client talk to the service in all of these ways."""
+
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without LOGPROBD_*, with the checkout's sources, plus what is given."""
@@ -80,9 +83,11 @@ class Running:
 
 
 @contextmanager
-def running_service(log_file: Path, *arguments: str, ready: bool = True, **variables: str) -> Iterator[Running]:
+def running_service(
+    log_file: Path, *arguments: str, ready: bool = True, port: int | None = None, **variables: str
+) -> Iterator[Running]:
     """Start `logprobd serve`, wait until it is ready, and stop it at the end."""
-    port = free_port()
+    port = free_port() if port is None else port
     command = [sys.executable, "-m", "logprobd", "serve", "--port", str(port), *arguments]
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, env=environment(**variables), stdout=log, stderr=log)

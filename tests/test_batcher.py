@@ -53,7 +53,9 @@ def run_with_batcher(body: Body, *, workers: int = 1, max_queued_tokens: int = 1
     async def run() -> None:
         batcher = Batcher(max_batch_tokens=8, max_queued_tokens=max_queued_tokens, layout="shared")
         scorer = ScriptedScorer()
-        serving = [asyncio.create_task(batcher.serve(scorer)) for _ in range(workers)]
+        usable = asyncio.Event()
+        usable.set()
+        serving = [asyncio.create_task(batcher.serve(scorer, usable)) for _ in range(workers)]
         try:
             async with asyncio.timeout(20):
                 await body(batcher, scorer)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from logprobd.offline.settings import ScoreSettings
 from logprobd.settings import SECRETS, ModelSettings, ServeSettings
 from running import run_cli, run_python
 
@@ -12,9 +13,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@pytest.mark.parametrize("command", ["serve", "check"])
-def test_help_has_a_line_for_every_option(command: str) -> None:
-    settings = ServeSettings if command == "serve" else ModelSettings
+@pytest.mark.parametrize(
+    ("command", "settings"), [("serve", ServeSettings), ("score", ScoreSettings), ("check", ModelSettings)]
+)
+def test_help_has_a_line_for_every_option(command: str, settings: type[ModelSettings]) -> None:
     text = " ".join(run_cli(command, "--help", COLUMNS="500").stdout.split())
 
     for name, field in settings.model_fields.items():

@@ -1,5 +1,6 @@
 """The embedded model over HTTP against its own float32 forward: text and ids, every option, alone and in company."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from logprobd_client import Client
 from oracle import own_logits
-from running import ROOT, Running
+from running import ROOT, WIRES, Running, run_python
 
 TEMPERATURES = (0.5, 1.0, 2.0)
 GRID = [  # prompt tokens, completions, tokens a completion
@@ -165,3 +167,26 @@ def test_completions_of_one_prompt_in_separate_requests_share_it_when_they_meet(
 
     assert sum(computed) <= len(prompt) + num_requests * 9
     assert min(computed) <= 9
+
+
+def test_text_brings_its_token_ids(embedded_service: Running) -> None:
+    with Client(embedded_service.url, binary=WIRES[0]) as client:
+        result = client.score(["The capital of France is", "One"], [[" Paris.", " Lyon."], [" two"]])
+        assert result.token_ids is not None
+        ids = result.token_ids[0][0]
+        prompt = client.score(["The capital of France is"], [ids.tolist()], reduce="sum")
+
+    assert [len(array) for array in result.logprobs[0]] == [len(array) for array in result.token_ids[0]]
+    assert ids.dtype == np.int32
+    assert prompt.logprobs[0] == pytest.approx(result.logprobs[0][0].sum(), abs=1e-4)
+    assert result.logprobs[0][0].sum() > result.logprobs[0][1].sum()
+
+
+def test_the_examples_in_the_clients_readme_run(embedded_service: Running) -> None:
+    readme = (ROOT / "clients" / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    here = f'Client("{embedded_service.url}", binary={WIRES[0]})'
+    script = "\n".join(examples).replace('Client("http://127.0.0.1:8000")', here)
+
+    assert len(examples) >= 4
+    assert run_python(script)

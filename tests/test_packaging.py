@@ -3,9 +3,12 @@
 import ast
 import itertools
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import logprobd
 import logprobd_client
@@ -17,11 +20,26 @@ SERVICE = ROOT / "service" / "logprobd"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"offline.score"},
+    {"offline.workers", "offline.remote", "offline.output"},
+    {"offline.journal", "offline.survey"},
+    {"offline.batches", "offline.files"},
+    {"offline.parquet"},
+    {"offline.rows"},
+    {"offline.settings", "offline.failures", "offline.progress"},
     {"app"},
-    {"auth", "logs"},
-    {"service"},
-    {"responses", "dialects.native", "batcher"},
-    {"waiting", "supervisor", "schemas", "tokenizer"},
+    {"dialect_routes"},
+    {"scoring"},
+    {"service", "auth", "logs"},
+    {"large_bodies", "metrics", "timings", "tracing", "requests", "responses"},
+    {"batcher", "body_process"},
+    {"dialects.parsing"},
+    {"dialects.binary", "dialects.completions", "dialects.vllm", "dialects.sglang"},
+    {"dialects.whole", "dialects.flat"},
+    {"dialects.native"},
+    {"dialects.plans", "supervisor"},
+    {"waiting", "worker", "schemas", "tokenizer", "plan"},
+    {"own_process", "plan_settings"},
     {"engine.check"},
     {"engine.worker"},
     {"engine.memory"},
@@ -32,20 +50,28 @@ LAYERS = [
     {"engine.nodes", "engine.flex", "engine.cache", "engine.gguf"},
     {"engine.packing", "engine.blocks", "engine.budget", "engine.meter"},
     {"messages", "errors"},
-    {"sequences", "settings"},
-    {"__init__", "dialects.__init__", "engine.__init__"},
+    {"settings", "shape"},
+    {"sequences"},
+    {"__init__", "dialects.__init__", "engine.__init__", "offline.__init__"},
 ]
 
 OWNERS: dict[str, str | tuple[str, ...]] = {
     "torch": "engine.",
     "transformers": "engine.",
     "gguf": "engine.gguf",
+    "huggingface_hub": "plan",
     "psutil": "engine.meter",
-    "fastapi": ("app", "responses"),
+    "fastapi": ("app", "responses", "scoring", "dialect_routes"),
+    "prometheus_client": ("metrics", "app"),
+    "opentelemetry": "tracing",
+    "safetensors": ("engine.", "dialects.binary"),
     "uvicorn": "cli",
     "tokenizers": "tokenizer",
-    "orjson": ("dialects.", "responses"),
-    "pydantic": ("schemas", "settings", "cli", "dialects."),
+    "orjson": ("dialects.", "responses", "offline."),
+    "pyarrow": "offline.parquet",
+    "httpx": "offline.remote",
+    "tqdm": "offline.progress",
+    "pydantic": ("schemas", "settings", "plan_settings", "offline.settings", "cli", "dialects."),
     "pydantic_settings": "settings",
 }
 
@@ -110,10 +136,37 @@ def test_service_and_client_never_import_each_other() -> None:
 
 
 def test_the_client_is_light() -> None:
-    heavy = ("torch", "transformers", "fastapi", "pydantic", "uvicorn", "tokenizers", "logprobd")
-    script = f"import sys, logprobd_client; print([name for name in {heavy} if name in sys.modules])"
+    heavy = ("torch", "tqdm", "trl", "transformers", "fastapi", "pydantic", "uvicorn", "tokenizers", "logprobd")
+    script = f"import sys, logprobd_client.wire_binary; print([name for name in {heavy} if name in sys.modules])"
 
     assert run_python(script) == "[]"
+
+
+def test_installing_the_client_brings_nothing_heavy() -> None:
+    brought = closure_of("logprobd-client")
+
+    assert {"logprobd-client", "httpx", "numpy", "safetensors", "anyio", "certifi"} <= brought
+    assert not brought & {"torch", "transformers", "tokenizers", "pydantic", "logprobd", "trl", "tqdm"}
+    assert len(brought) < 15, sorted(brought)
+
+
+def closure_of(distribution: str) -> set[str]:
+    """A distribution and all that installing it without extras brings, by the metadata of what is installed.
+
+    The first one's is read from its pyproject.toml, so that an installation made before a change does not count.
+    """
+    project = tomllib.loads((ROOT / "clients" / "pyproject.toml").read_text())["project"]
+    found, new = {distribution}, project["dependencies"]
+    while new:
+        wanted = [Requirement(line) for line in new]
+        names = {canonicalize_name(r.name) for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
+        new = list(itertools.chain(*(metadata.requires(name) or [] for name in names - found)))
+        found |= names
+    return found
+
+
+def test_the_client_says_that_it_is_typed() -> None:
+    assert (ROOT / "clients" / "logprobd_client" / "py.typed").exists()
 
 
 def test_versions_agree_everywhere() -> None:
@@ -127,7 +180,13 @@ def test_versions_agree_everywhere() -> None:
 def test_every_dependency_is_pinned_for_the_tests() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    projects = [
+        tomllib.loads((ROOT / path).read_text())["project"] for path in ("pyproject.toml", "clients/pyproject.toml")
+    ]
+    wanted = [
+        requirement
+        for project in projects
+        for requirement in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    ]
 
     assert {requirement.partition(">=")[0].lower() for requirement in wanted if "[" not in requirement} <= pinned

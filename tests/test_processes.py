@@ -172,7 +172,7 @@ def test_an_abandoned_request_is_logged_as_499_and_leaves_the_queue(tiny_folder:
         seconds = time.monotonic() - started
 
         assert "status=499" in running.log
-        assert running.get("/info").json()["queue"] == {"requests": 0, "tokens": 0}
+        assert running.get("/info").json()["queue"] == {"requests": 0, "sequences": 0, "tokens": 0}
         assert seconds < 5
 
 

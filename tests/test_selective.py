@@ -50,6 +50,7 @@ def targets_of(
     entropy: list[bool] | None = None,
     top: list[int] | None = None,
     candidates: list[list[int]] | None = None,
+    ranks: list[bool] | None = None,
 ) -> Targets:
     asked = candidates or []
     return Targets(
@@ -58,6 +59,7 @@ def targets_of(
         temperatures=np.array(temperatures or [1.0] * len(rows)),
         entropy=np.array(entropy or [False] * len(rows)),
         top_logprobs=ids_of(top or [0] * len(rows)),
+        ranks=np.array(ranks or [False] * len(rows)),
         candidate_ids=ids_of(list(itertools.chain(*asked))),
         candidate_owners=ids_of([owner for owner, ids in enumerate(asked) for _ in ids]),
     )

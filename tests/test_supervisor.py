@@ -7,10 +7,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from logprobd.messages import Start
 from logprobd.sequences import Failure, Options, Outcome, Scores, Sequence
 from logprobd.settings import ModelSettings
-from logprobd.supervisor import NeverStartedError, Supervisor, Worker, WorkerDiedError, start_messages
+from logprobd.supervisor import Supervisor, start_messages
+from logprobd.worker import NeverStartedError, Worker, WorkerDiedError
 
 
 def sequence_of(number: int) -> Sequence:
@@ -26,7 +26,11 @@ class ScriptedWorker:
     deaths: int = 0
     losses: int = 0
     batches: list[list[int]] = field(default_factory=list)
-    start_message: Start = field(default_factory=lambda: Start(ModelSettings(), "cpu", None))
+    name: str = "0:cpu"
+    usable: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.usable.set()
 
     async def score(self, sequences: list[Sequence]) -> list[Outcome]:
         numbers = [int(sequence.completion[0]) for sequence in sequences]
@@ -40,9 +44,11 @@ class ScriptedWorker:
         return [Scores(s.completion.astype(np.float32), None, None, None, None, 1) for s in sequences]
 
 
-def score(worker: ScriptedWorker, numbers: range) -> list[Outcome]:
+def score(worker: ScriptedWorker, numbers: range, *others: ScriptedWorker) -> list[Outcome]:
     sequences = [sequence_of(number) for number in numbers]
-    return asyncio.run(Supervisor(ModelSettings()).score(cast(Worker, worker), sequences))
+    supervisor = Supervisor(ModelSettings())
+    supervisor.workers = [cast(Worker, each) for each in (worker, *others)]
+    return asyncio.run(supervisor.score(supervisor.workers[0], sequences))
 
 
 def test_a_batch_that_lost_its_worker_once_is_tried_again_whole() -> None:
@@ -51,6 +57,22 @@ def test_a_batch_that_lost_its_worker_once_is_tried_again_whole() -> None:
 
     assert [outcome.logprobs[0] for outcome in outcomes if isinstance(outcome, Scores)] == [0, 1, 2, 3, 4]
     assert worker.batches == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_a_batch_that_lost_its_worker_goes_to_whichever_is_up() -> None:
+    down, up = ScriptedWorker(poison=set(), deaths=1), ScriptedWorker(poison=set())
+    down.usable.clear()
+    outcomes = score(down, range(3), up)
+
+    assert [outcome.logprobs[0] for outcome in outcomes if isinstance(outcome, Scores)] == [0, 1, 2]
+    assert (down.batches, up.batches) == ([[0, 1, 2]], [[0, 1, 2]])
+
+
+def test_looking_for_what_kills_workers_costs_one_death_a_level() -> None:
+    worker = ScriptedWorker(poison={5})
+    score(worker, range(8))
+
+    assert [len(batch) for batch in worker.batches if 5 in batch] == [8, 8, 4, 2, 1]
 
 
 def test_a_batch_lost_behind_another_one_is_not_counted_against_it() -> None:

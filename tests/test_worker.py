@@ -2,6 +2,7 @@
 
 import socket
 from multiprocessing.connection import Connection
+from pathlib import Path
 from pickle import UnpicklingError
 from queue import Queue
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from logprobd.engine.worker import read
-from running import run_python
+from running import Running, run_python
 
 
 def test_the_end_of_the_stream_ends_the_batches() -> None:
@@ -52,3 +53,12 @@ def test_an_answer_that_cannot_be_sent_ends_the_process() -> None:
     )
 
     assert run_python(script) == "1"
+
+
+def test_what_a_worker_says_of_itself_does_not_bring_torch_into_the_http_process(tiny_service: Running) -> None:
+    torch_version = tiny_service.get("/info").json()["versions"]["torch"]
+    mapped = Path(f"/proc/{tiny_service.process.pid}/maps").read_text()
+
+    assert torch_version
+    assert "numpy" in mapped
+    assert "libtorch" not in mapped

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM
@@ -28,9 +29,10 @@ from oracle import POLICY_WORDS
 
 COMMON: dict[str, Any] = {
     "bf16": False,
-    "learning_rate": 1e-3,
+    "learning_rate": 0.3,
     "logging_steps": 1,
     "max_steps": 3,
+    "optim": "sgd",  # Adam's first steps go by a gradient's sign, also where it is nothing but rounding
     "per_device_train_batch_size": 4,
     "report_to": "none",
     "save_strategy": "no",
@@ -89,6 +91,14 @@ def run(build: Callable[[], Any], resume: str | None = None) -> Run:
     return Run([step for step in trainer.state.log_history if "loss" in step], num_models() - before)
 
 
+def assert_same(remote: Run, stock: Run) -> None:
+    """Two runs are one within rounding, and moved their policy."""
+    assert len(remote.steps) == len(stock.steps)
+    assert max(stock.logged("kl")) > 1e-3, "a policy that stays where it was proves nothing"
+    np.testing.assert_allclose(remote.logged("loss"), stock.logged("loss"), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(remote.logged("kl"), stock.logged("kl"), rtol=0, atol=1e-4)
+
+
 def num_models() -> int:
     """The Llamas that this process holds."""
     gc.collect()
@@ -132,8 +142,11 @@ def dpo(folder: Path, output: Path, reference: Any = None, changes: dict[str, An
 
 
 def main(folder: str, url: str, output: str) -> None:
-    """A pair of GRPO runs on this rank."""
+    """A pair of GRPO runs on this rank; with BROKEN_RANK set, that one's service is not there."""
     torch.set_num_threads(1)
+    if broken := os.environ.get("BROKEN_RANK"):
+        there = "http://127.0.0.1:1" if broken == os.environ["RANK"] else url
+        run(lambda: grpo(Path(folder), Path(output), there, reference_timeout=5))
     runs = {
         "stock": run(lambda: grpo(Path(folder), Path(output))),
         "remote": run(lambda: grpo(Path(folder), Path(output), url)),

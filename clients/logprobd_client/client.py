@@ -1,63 +1,41 @@
-"""The client: prompts and completions in, numpy arrays out, nested as they were sent."""
+"""The clients: prompts and completions in, numpy arrays out, nested as they were sent.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Both do the same things in the same order, which `base` says; one waits with threads, the other with tasks.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
-from logprobd_client.errors import ConnectionFailedError, error_of
+from logprobd_client.arguments import Text, read_call
+from logprobd_client.base import BaseClient
+from logprobd_client.padded import read_rows
+from logprobd_client.progress import progress_bar
+from logprobd_client.requests import Call, Part
+from logprobd_client.results import PaddedResult, Result, join
+from logprobd_client.retries import Exchange, Outcome, Send, Wait
 
-Text = str | Sequence[int] | NDArray[np.integer[Any]]
-"""Text, or token ids (ids are never re-tokenized)."""
-
-FloatArray = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Scores, nested as the completions were given: one item a completion, or a list of them a prompt.
-
-    `logprobs` items are float32 arrays of one number a completion token, or floats with `reduce="sum"`.
-    `entropy`, `top_ids`, `top_logprobs` and `token_ids` are None unless asked for (`token_ids` come with text).
-    """
-
-    logprobs: list[Any]
-    entropy: list[Any] | None
-    top_ids: list[Any] | None
-    top_logprobs: list[Any] | None
-    token_ids: list[Any] | None
-    temperature: float
-    model: dict[str, Any]
-    usage: dict[str, int]
+T = TypeVar("T")
 
 
-class Client:
-    """A connection to a logprobd service.
+class Client(BaseClient[httpx.BaseTransport]):
+    """A client that blocks. It may be shared between threads.
 
         with Client("http://127.0.0.1:8000") as client:
             result = client.score(["The capital of France is"], [[" Paris.", " Lyon."]])
             print(result.logprobs[0][0].sum())
 
-    Raises the errors of `logprobd_client.errors`. `expect` (model, weights_version, fingerprint) goes with
-    every call, so that a changed reference is noticed; `transport` is httpx's, for tests.
+    Its options are those of `BaseClient`. Raises the errors of `logprobd_client.errors`, and ValueError for
+    arguments that make no sense.
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8000",
-        *,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        expect: Mapping[str, Any] | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._expect = expect
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=timeout, transport=transport)
+    def _connect(self, transport: httpx.BaseTransport | None) -> None:
+        self._http = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
 
     def __enter__(self) -> Self:
         return self
@@ -71,93 +49,200 @@ class Client:
         """Close the connections."""
         self._http.close()
 
+    def info(self) -> dict[str, Any]:
+        """What the service serves, and its limits; of several services, one's."""
+        return self._drive(self._ask_info(), threading.Event())
+
     def score(
         self,
-        prompts: Sequence[Text],
-        completions: Sequence[Any],
+        prompts: Iterable[Text],
+        completions: Iterable[Any],
         *,
         temperature: float = 1.0,
         entropy: bool = False,
         top_logprobs: int = 0,
+        candidate_ids: Any = None,
         reduce: str | None = None,
+        add_special_tokens: bool = True,
+        progress: bool = False,
     ) -> Result:
-        """Logprobs of completions, of which there is one a prompt, or a list a prompt."""
-        if len(prompts) != len(completions):
-            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; give one entry a prompt")
-        grouped = is_grouped(completions)
-        body: dict[str, Any] = {
-            "groups": [
-                {"prompt": on_wire(prompt), "completions": [on_wire(c) for c in (entry if grouped else [entry])]}
-                for prompt, entry in zip(prompts, completions, strict=True)
-            ],
-            "temperature": temperature,
-            "entropy": entropy,
-            "top_logprobs": top_logprobs,
-            "reduce": reduce or "none",
-        }
-        if self._expect is not None:
-            body["expect"] = dict(self._expect)
-        return result_of(self._post("/logprobs", body), grouped)
+        """Logprobs of completions, of which there is one a prompt, or a list a prompt.
 
-    def info(self) -> dict[str, Any]:
-        """What the service serves, and its limits."""
-        return self._answer(self._send(self._http.build_request("GET", "/info")))
+        Logits are divided by `temperature` before they are normalized. Also, where asked: the `entropy` (nats) of
+        each position's distribution, its `top_logprobs` likeliest tokens, and the logprobs of `candidate_ids`, which
+        nest like the completions with an array (tokens, width) or a list of lists for each. `reduce="sum"` gives one
+        number a completion. `add_special_tokens` is about prompts given as text. `progress` shows a bar.
+        """
+        options = self._options(temperature, entropy, top_logprobs, reduce, add_special_tokens)
+        return self._score(read_call(prompts, completions, candidate_ids, options), progress)
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._answer(self._send(self._http.build_request("POST", path, json=body)))
+    def score_padded(
+        self,
+        prompt_ids: Iterable[Any],
+        completion_ids: Iterable[Any],
+        completion_mask: Any = None,
+        *,
+        prompt_mask: Any = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        progress: bool = False,
+    ) -> PaddedResult:
+        """Logprobs of rows as trainers hold them: arrays (rows, longest) that are 0.0 where `completion_mask` is 0.
 
-    def _send(self, request: httpx.Request) -> httpx.Response:
+        Ids are padded arrays or ragged lists, one row a completion. What the completion mask leaves out before its
+        last 1 is context and is not answered; a row without a 1 is not sent. `prompt_mask` tells tokens of padded
+        prompts from padding, on whichever side it is. Without a mask, every id is a token.
+        """
+        rows = read_rows(prompt_ids, completion_ids, completion_mask, prompt_mask)
+        return rows.fill(self._score(rows.call(self._options(temperature, entropy)), progress))
+
+    def _score(self, call: Call, progress: bool) -> Result:
+        """All parts of a call, some of them at a time, and their answers as one. The first error ends it."""
+        parts = self._parts(call)
+        with progress_bar(call.num_completions, progress) as advance:
+            if len(parts) > 1 and self._max_in_flight > 1:
+                return join(self._score_in_threads(call, parts, advance), call)
+            results = []
+            for part in parts:
+                results.append(self._drive(self._score_part(call, part), threading.Event()))
+                advance(len(part.completions))
+            return join(results, call)
+
+    def _score_in_threads(self, call: Call, parts: list[Part], advance: Callable[[int], object]) -> list[Result]:
+        stop, pool = threading.Event(), ThreadPoolExecutor(min(self._max_in_flight, len(parts)))
         try:
-            return self._http.send(request)
-        except httpx.TransportError as error:
-            raise ConnectionFailedError(f"{request.url}: {error}") from error
+            futures = {pool.submit(self._drive, self._score_part(call, part), stop): part for part in parts}
+            for future in as_completed(futures):
+                future.result()
+                advance(len(futures[future].completions))
+            return [future.result() for future in futures]
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # what is under way ends by itself, unheard
 
-    def _answer(self, response: httpx.Response) -> dict[str, Any]:
-        if response.status_code != 200:
-            headers = response.headers
-            is_json = headers.get("content-type", "").startswith("application/json")
-            body = response.json() if is_json else response.text
-            raise error_of(response.status_code, body, headers.get("retry-after"), headers.get("x-request-id", ""))
-        answer: dict[str, Any] = response.json()
-        return answer
+    def _drive(self, exchange: Exchange[T], stop: threading.Event) -> T:
+        """Do what an exchange says until it has a result; nothing new once `stop` is set."""
+        outcome: Outcome = None
+        while True:
+            try:
+                step = exchange.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            wait = step.seconds if isinstance(step, Wait) else 0.0
+            if stop.wait(wait):
+                raise CancelledError
+            outcome = self._send(step) if isinstance(step, Send) else None
+
+    def _send(self, step: Send) -> httpx.Response | httpx.RequestError:
+        message = step.message
+        try:
+            return self._http.request(
+                message.method, step.base_url + message.path, content=message.content, headers=message.headers
+            )
+        except httpx.RequestError as error:
+            return error
 
 
-def is_grouped(completions: Sequence[Any]) -> bool:
-    """Whether there is a list of completions a prompt. Token ids are integers; a group holds text or lists."""
-    for entry in completions:
-        if isinstance(entry, str):
-            return False
-        for item in entry:
-            return isinstance(item, str) or not isinstance(item, int | np.integer)
-    return False
+class AsyncClient(BaseClient[httpx.AsyncBaseTransport]):
+    """A client for asyncio; its options and calls are those of `Client`, to be awaited.
 
+        async with AsyncClient("http://127.0.0.1:8000") as client:
+            result = await client.score(["The capital of France is"], [[" Paris.", " Lyon."]])
 
-def on_wire(value: Text) -> str | list[int]:
-    """Text as it is; ids, also as arrays, as a plain list."""
-    return value if isinstance(value, str) else np.asarray(value, dtype=np.int64).tolist()
+    What it encodes and decodes between waits is one part of a call at a time.
+    """
 
+    def _connect(self, transport: httpx.AsyncBaseTransport | None) -> None:
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=transport)
 
-def result_of(reply: dict[str, Any], grouped: bool) -> Result:
-    """A reply in the shape of the call."""
-    groups = [group["completions"] for group in reply["groups"]]
+    async def __aenter__(self) -> Self:
+        return self
 
-    def collect(*names: str, dtype: type[np.generic] = np.float32) -> list[Any] | None:
-        def item(scores: dict[str, Any]) -> Any:
-            value = next((scores[name] for name in names if scores.get(name) is not None), None)
-            return np.array(value, dtype=dtype) if isinstance(value, list) else value
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
 
-        items = [[item(scores) for scores in group] for group in groups]
-        if all(value is None for group in items for value in group):
-            return None
-        return items if grouped else [group[0] for group in items]
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
 
-    return Result(
-        logprobs=collect("logprobs", "sum") or [],
-        entropy=collect("entropy"),
-        top_ids=collect("top_ids", dtype=np.int32),
-        top_logprobs=collect("top_logprobs"),
-        token_ids=collect("token_ids", dtype=np.int32),
-        temperature=reply["temperature"],
-        model=reply["model"],
-        usage=reply["usage"],
-    )
+    async def info(self) -> dict[str, Any]:
+        """What the service serves, and its limits; of several services, one's."""
+        return await self._drive(self._ask_info())
+
+    async def score(
+        self,
+        prompts: Iterable[Text],
+        completions: Iterable[Any],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top_logprobs: int = 0,
+        candidate_ids: Any = None,
+        reduce: str | None = None,
+        add_special_tokens: bool = True,
+        progress: bool = False,
+    ) -> Result:
+        """As `Client.score`."""
+        options = self._options(temperature, entropy, top_logprobs, reduce, add_special_tokens)
+        return await self._score(read_call(prompts, completions, candidate_ids, options), progress)
+
+    async def score_padded(
+        self,
+        prompt_ids: Iterable[Any],
+        completion_ids: Iterable[Any],
+        completion_mask: Any = None,
+        *,
+        prompt_mask: Any = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        progress: bool = False,
+    ) -> PaddedResult:
+        """As `Client.score_padded`."""
+        rows = read_rows(prompt_ids, completion_ids, completion_mask, prompt_mask)
+        return rows.fill(await self._score(rows.call(self._options(temperature, entropy)), progress))
+
+    async def _score(self, call: Call, progress: bool) -> Result:
+        """All parts of a call, some of them at a time, and their answers as one. The first error ends it."""
+        turns = asyncio.Semaphore(self._max_in_flight)
+        with progress_bar(call.num_completions, progress) as advance:
+
+            async def score_part(part: Part) -> Result:
+                async with turns:
+                    result = await self._drive(self._score_part(call, part))
+                advance(len(part.completions))
+                return result
+
+            tasks = [asyncio.create_task(score_part(part)) for part in self._parts(call)]
+            try:
+                return join(await asyncio.gather(*tasks), call)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # none outlives the call
+
+    async def _drive(self, exchange: Exchange[T]) -> T:
+        """Do what an exchange says until it has a result."""
+        outcome: Outcome = None
+        while True:
+            try:
+                step = exchange.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if isinstance(step, Send):
+                outcome = await self._send(step)
+            else:
+                await asyncio.sleep(step.seconds)
+                outcome = None
+
+    async def _send(self, step: Send) -> httpx.Response | httpx.RequestError:
+        message = step.message
+        try:
+            return await self._http.request(
+                message.method, step.base_url + message.path, content=message.content, headers=message.headers
+            )
+        except httpx.RequestError as error:
+            return error

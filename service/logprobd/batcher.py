@@ -7,6 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -17,14 +18,33 @@ from logprobd.waiting import Entry, Job, Waiting
 
 Score = Callable[[list[Sequence]], Awaitable[list[Outcome]]]
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ran:
+    """A batch that was answered: how long its jobs that it was the first batch of had waited, and how long it ran."""
+
+    sequences: list[Sequence]
+    outcomes: list[Outcome]
+    queue_seconds: list[float]
+    forward_seconds: float
+
+
 log = structlog.get_logger(__name__)
 
 
 class Batcher:
     """One queue in front of all workers."""
 
-    def __init__(self, *, max_batch_tokens: int, max_queued_tokens: int, layout: Layout) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch_tokens: int,
+        max_queued_tokens: int,
+        layout: Layout,
+        ran: Callable[[Ran], None] = lambda _ran: None,
+    ) -> None:
         self.max_queued_tokens = max_queued_tokens
+        self._ran = ran
         self.tokens = 0  # admitted and not yet answered
         self._waiting = Waiting(max_batch_tokens, layout)
         self._waiters: dict[Job, asyncio.Future[None]] = {}
@@ -37,9 +57,15 @@ class Batcher:
         """Requests admitted and not yet answered."""
         return len(self._waiters)
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that wait or run."""
+        return sum(job.num_unanswered for job in self._waiters)
+
     async def submit(self, job: Job) -> list[Outcome]:
         """All outcomes of a job, in order. Cancelling the call takes its waiting sequences out of the queue."""
         self._admit(job)
+        job.admitted_at = time.perf_counter()
         waiter = self._waiters[job] = asyncio.get_running_loop().create_future()
         self._waiting.add(job)
         self._arrived.set()
@@ -49,6 +75,7 @@ class Batcher:
         finally:
             self.tokens -= sum(job.costs[index] for index in self._waiting.remove(job))
             self._waiters.pop(job, None)
+            job.answered_at = time.perf_counter()
         return job.all_outcomes()
 
     def _admit(self, job: Job) -> None:
@@ -66,22 +93,26 @@ class Batcher:
             )
         self.tokens += job.tokens
 
-    async def serve(self, score: Score, *, ahead: bool = False) -> None:
-        """Feed one worker for ever: take, run, give back.
+    async def serve(self, score: Score, usable: asyncio.Event, *, ahead: bool = False) -> None:
+        """Feed one worker for ever, whenever it is usable: take, run, give back.
 
         `ahead`: only when what waits fills a batch, so that a second one can be on its way while one runs, and
         nobody rides along in a smaller batch than by waiting.
         """
         while True:
+            await usable.wait()  # what a worker that is down would hold is better left to those that are up
             entries = self._waiting.take() if not ahead or self._waiting.fills_a_batch() else []
             if not entries:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
             started = time.perf_counter()
-            outcomes = await self._outcomes(score, [entry.sequence for entry in entries])
+            waited = [started - job.admitted_at for job in first_batches(entries, started)]
+            sequences = [entry.sequence for entry in entries]
+            outcomes = await self._outcomes(score, sequences)
+            seconds = self._measure(entries, started)
+            self._ran(Ran(sequences, outcomes, waited, seconds))
             self._answer(entries, outcomes)
-            self._measure(entries, started)
 
     async def _outcomes(self, score: Score, sequences: list[Sequence]) -> list[Outcome]:
         """The outcomes of a batch; whatever goes wrong becomes the outcome of each of its sequences."""
@@ -98,14 +129,29 @@ class Batcher:
         for job in {entry.job for entry in entries}:
             self._settle_if_answered(job)
 
+    def give_up(self, error: ApiError) -> None:
+        """Answer everybody who still waits with an error."""
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
     def _settle_if_answered(self, job: Job) -> None:
         waiter = self._waiters.get(job)
         if job.num_unanswered == 0 and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _measure(self, entries: list[Entry], started: float) -> None:
-        """Keep a moving average of the speed, for Retry-After; a batch sent ahead did not run until the one before."""
+    def _measure(self, entries: list[Entry], started: float) -> float:
+        """The seconds of a batch, which did not run until the one before had; they make the speed for Retry-After."""
         now = time.perf_counter()
         seconds, self._answered_at = now - max(started, self._answered_at), now
         tokens = sum(entry.job.costs[entry.index] for entry in entries)
         self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * tokens / max(seconds, 1e-3)
+        return seconds
+
+
+def first_batches(entries: list[Entry], started: float) -> list[Job]:
+    """The jobs of which nothing ran before, which from now on have a start."""
+    jobs = {entry.job for entry in entries if not entry.job.started_at}
+    for job in jobs:
+        job.started_at = started
+    return list(jobs)

@@ -1,4 +1,4 @@
-"""The command line: `logprobd serve` and `logprobd check`."""
+"""The command line: `logprobd serve`, `score`, `check` and `plan`."""
 
 import argparse
 import asyncio
@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 import structlog
@@ -14,14 +15,22 @@ import uvicorn
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from logprobd import __version__, logs
+from logprobd import __version__, logs, tracing
 from logprobd.app import create_app
 from logprobd.errors import field_path
+from logprobd.offline.failures import RefusedError, StoppedError
+from logprobd.offline.score import run as run_score
+from logprobd.offline.settings import ScoreSettings
+from logprobd.own_process import REPRODUCIBLE_MKL
+from logprobd.plan_settings import PlanSettings
 from logprobd.service import Service
-from logprobd.settings import ENV_PREFIX, SECRETS, ModelSettings, ServeSettings
-from logprobd.supervisor import REPRODUCIBLE_MKL, ModelRefused
+from logprobd.settings import ENV_PREFIX, SECRETS, CommandSettings, ModelSettings, ServeSettings
+from logprobd.worker import ModelRefused
 
-S = TypeVar("S", bound=ModelSettings)
+LAST_SECONDS = 5  # after a drain, for answers that are still being written
+MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
+
+S = TypeVar("S", bound=CommandSettings)
 
 log = structlog.get_logger(__name__)
 
@@ -30,9 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. What cannot start says so in one line and returns 2."""
     given = vars(build_parser().parse_args(arguments))
     command = given.pop("command")
-    refuse_unknown_variables()
+    refuse_unknown_variables(PlanSettings if command == "plan" else ServeSettings)
+    if command == "plan":
+        return plan(load_settings(PlanSettings, given))
     if command == "check":
         return check(load_settings(ModelSettings, given))
+    if command == "score":
+        files = given.pop("input"), given.pop("output")
+        return score(load_settings(ScoreSettings, given), *files)
     return serve(load_settings(ServeSettings, given))
 
 
@@ -40,11 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="logprobd", description="Per-token logprobs of given completions, over HTTP.")
     parser.add_argument("--version", action="version", version=f"logprobd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, settings, summary in (
+    subcommands: tuple[tuple[str, type[CommandSettings], str], ...] = (
         ("serve", ServeSettings, "serve a model over HTTP"),
+        ("score", ScoreSettings, "score a JSONL or Parquet file of prompts and completions into another"),
         ("check", ModelSettings, "load a model, compare with its own forward and say how it would be served"),
-    ):
+        ("plan", PlanSettings, "say from a configuration how many devices a training run needs, without loading it"),
+    )
+    for name, settings, summary in subcommands:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == "score":
+            command.add_argument("input", metavar="IN", type=Path, help="file of rows: .jsonl or .parquet")
+            command.add_argument("output", metavar="OUT", type=Path, help="the same rows with more columns, likewise")
         for option, field in settings.model_fields.items():
             if option not in SECRETS:
                 add_option(command, option, field)
@@ -65,7 +85,9 @@ def add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> 
 
 def metavar_of(field: FieldInfo) -> str:
     kinds = (field.annotation, *get_args(field.annotation))
-    return "N" if int in kinds else "SECONDS" if float in kinds else "VALUE"
+    if float in kinds:
+        return "SECONDS" if (field.description or "").startswith("seconds") else "NUMBER"
+    return "N" if int in kinds else "VALUE"
 
 
 def load_settings(settings: type[S], given: dict[str, Any]) -> S:
@@ -79,11 +101,15 @@ def load_settings(settings: type[S], given: dict[str, Any]) -> S:
         refuse(f"{option}{first['msg'].removeprefix('Value error, ')}")
 
 
-def refuse_unknown_variables() -> None:
-    known = {ENV_PREFIX + name.upper() for name in ServeSettings.model_fields}
+def refuse_unknown_variables(settings: type[CommandSettings]) -> None:
+    """Exit with 2 if a LOGPROBD_ variable is neither one of a service's nor of these settings."""
+    known = {
+        ENV_PREFIX + name.upper()
+        for name in ServeSettings.model_fields | ScoreSettings.model_fields | settings.model_fields
+    }
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
     if unknown:
-        refuse(f"unknown variable {', '.join(unknown)}; `logprobd serve --help` lists those that there are")
+        refuse(f"unknown variable {', '.join(unknown)}; `logprobd COMMAND --help` lists those that there are")
 
 
 def refuse(message: str) -> NoReturn:
@@ -99,20 +125,63 @@ def check(settings: ModelSettings) -> int:
     return run_check(settings)
 
 
+def plan(settings: PlanSettings) -> int:
+    """Print how many devices a training run needs; 1 if the model's size is unknown or it does not fit."""
+    from logprobd.plan import TooLargeError, plan_lines  # with the Hub's client, which `serve` does without
+    from logprobd.shape import UnknownShapeError
+
+    try:
+        lines = list(plan_lines(settings))
+    except (UnknownShapeError, TooLargeError) as error:
+        print(f"logprobd: {error}", file=sys.stderr)
+        return 1
+    for name, value in lines:
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def score(settings: ScoreSettings, given: Path, out: Path) -> int:
+    """Score a file; 0 if every row was, 1 if some or all were not, 2 if nothing could even begin."""
+    logs.configure("console")
+    try:
+        summary = run_score(settings, given, out)
+    except RefusedError as refused:
+        refuse(str(refused))
+    except (StoppedError, ModelRefused, OSError) as stopped:
+        print(f"logprobd: {stopped}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("logprobd: interrupted; the same command goes on from here", file=sys.stderr)
+        return 1
+    failed = f", {summary.failed} of them not scored (column error)" if summary.failed else ""
+    print(f"{out}: {summary.rows} rows{failed}, {summary.tokens} tokens")
+    return 1 if summary.failed else 0
+
+
 def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT; 0 after a drain, 1 if the model is refused or the port is taken."""
     logs.configure(settings.log_format)
+    tracing.configure()
     log.info("starting", version=__version__, **settings.model_dump(mode="json", exclude=set(SECRETS)))
     service = Service(settings)
     config = uvicorn.Config(
-        create_app(service), settings.host, settings.port, log_config=None, access_log=False, server_header=False
+        create_app(service),
+        settings.host,
+        settings.port,
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        timeout_graceful_shutdown=LAST_SECONDS,
+        log_config=None,
+        access_log=False,
+        server_header=False,
     )
     return asyncio.run(run_until_stopped(service, _Server(config)))
 
 
 async def run_until_stopped(service: Service, server: "_Server") -> int:
     """Serve HTTP at once, while the model loads; on a signal drain first, then close."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), service.stop_asked
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     serving = asyncio.create_task(server.serve())

@@ -11,10 +11,16 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from logprobd import timings, tracing
 from logprobd.errors import ApiError
+from logprobd.metrics import Metrics
 from logprobd.responses import error_response
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+POLLED = frozenset({"/healthz", "/readyz", "/health", "/metrics"})  # not worth a line each time
+
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 log = structlog.get_logger("logprobd.request")
 
@@ -49,40 +55,67 @@ def configure(log_format: Literal["console", "json"]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
 
 
 class RequestLog:
-    """ASGI middleware: gives each request an id and a log line, and turns what nobody caught into a 500."""
+    """ASGI middleware: an id, timings, a log line, metrics and a span for each request; what nobody caught is a 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
         self._app = app
+        self._metrics = metrics
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, status, started = request_id_of(scope), 0, time.perf_counter()
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
+        answer = _Answer(request_id_of(scope), send)
         structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(request_id=request_id)
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception:
-            log.exception("request failed")
-            if status:
-                raise  # half an answer is out: only closing the connection says that it is not whole
-            internal = ApiError("internal", "an error of the service; its log has the request id")
-            await error_response(internal)(scope, receive, send_with_id)
-        finally:
-            seconds = round(time.perf_counter() - started, 4)
-            log.info("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds)
+        structlog.contextvars.bind_contextvars(request_id=answer.request_id)
+        with tracing.request_span(scope, answer.request_id) as span:
+            try:
+                await self._app(scope, receive, answer.send)
+            except Exception:
+                log.exception("request failed")
+                if answer.status:
+                    raise  # half an answer is out: only closing the connection says that it is not whole
+                internal = ApiError("internal", "an error of the service; its log has the request id")
+                await error_response(internal)(scope, receive, answer.send)
+            finally:
+                tracing.end_span(span, answer.status, answer.timings, scope.get("sizes", {}))
+                self._note(scope, answer)
+
+    def _note(self, scope: Scope, answer: "_Answer") -> None:
+        path = scope["path"]
+        seconds = answer.seconds()
+        self._metrics.answered(path if path in self._routes else "other", answer.status, seconds)
+        times = {name: round(value, 4) for name, value in answer.timings.items() if name != "total"}
+        tell = log.debug if path in POLLED else log.info
+        tell("request", method=scope["method"], path=path, status=answer.status, seconds=round(seconds, 4), **times)
+
+
+class _Answer:
+    """An answer on its way out: its status, and the headers that all have."""
+
+    def __init__(self, request_id: str, send: Send) -> None:
+        self.request_id = request_id
+        self.status = 0
+        self.timings = timings.begin()
+        self._send = send
+        self._started = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.timings["total"] = self.seconds()
+            headers = MutableHeaders(scope=message)
+            headers.update({**HEADERS, "X-Request-Id": self.request_id})
+            headers["Server-Timing"] = timings.server_timing(self.timings)
+        await self._send(message)
 
 
 def request_id_of(scope: Scope) -> str:

@@ -107,6 +107,7 @@ class Ready:
     selftest: SelfTest
     device: str
     memory: MemoryPlan
+    seconds_per_token: float  # of a costly batch, measured at start
     versions: dict[str, str]
 
 

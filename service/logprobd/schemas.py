@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from logprobd.sequences import MAX_TOP_LOGPROBS, Candidates, IntArray
+from logprobd.sequences import MAX_CANDIDATES, MAX_TOP_LOGPROBS, Candidates, IntArray
 
 _KINDS = {
     type(None): "null",
@@ -17,7 +17,7 @@ _KINDS = {
     list: "a list",
     dict: "an object",
 }
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 
 
 def parse_ids(value: Any) -> IntArray:
@@ -62,6 +62,12 @@ def parse_candidates(value: Any) -> Candidates:
             context = error.context or {}
             places = [place, *([context["place"]] if "place" in context else [])]
             raise PydanticCustomError("id", error.message_template, {**context, "place": places}) from None
+        if len(lists[-1]) > MAX_CANDIDATES:
+            raise PydanticCustomError(
+                "candidates",
+                "{got} candidates for a token; the limit is {limit}",
+                {"got": len(lists[-1]), "limit": MAX_CANDIDATES, "place": place},
+            )
     lengths = np.array([len(ids) for ids in lists], dtype=np.int32)
     return Candidates(np.concatenate([np.zeros(0, dtype=np.int32), *lists]), lengths)
 
@@ -80,9 +86,9 @@ def refuse_boolean(value: Any) -> Any:
 TextOrIds = Annotated[
     Any,
     PlainValidator(parse_text_or_ids),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _IDS_SCHEMA], "description": "text, or a list of token ids"}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, IDS_SCHEMA], "description": "text, or a list of token ids"}),
 ]
-CandidateIds = Annotated[Any, PlainValidator(parse_candidates), WithJsonSchema({"type": "array", "items": _IDS_SCHEMA})]
+CandidateIds = Annotated[Any, PlainValidator(parse_candidates), WithJsonSchema({"type": "array", "items": IDS_SCHEMA})]
 
 
 class _Strict(BaseModel):
@@ -107,12 +113,9 @@ class Expect(_Strict):
     fingerprint: str | None = None
 
 
-class LogprobsRequest(_Strict):
-    """Either `prompt` and `completions` (one group), or `groups`."""
+class LogprobsOptions(_Strict):
+    """What to compute, for the whole request."""
 
-    prompt: TextOrIds | None = None
-    completions: list[TextOrIds] | None = None
-    groups: list[Group] | None = None
     temperature: Annotated[
         float,
         BeforeValidator(refuse_boolean),
@@ -121,14 +124,22 @@ class LogprobsRequest(_Strict):
     top_logprobs: Annotated[
         int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="also the k most likely tokens at each position")
     ] = 0
-    candidate_ids: Annotated[
-        list[CandidateIds] | None, Field(description="beside `prompt`; in a group, beside its own prompt")
-    ] = None
     entropy: Annotated[bool, Field(description="also the entropy (nats) of each position's distribution")] = False
     tokens: Annotated[bool, Field(description="also token ids and token strings; always given for text")] = False
     reduce: Annotated[str, Field(pattern="^(none|sum)$", description="none, or sum: one number a completion")] = "none"
     add_special_tokens: Annotated[bool, Field(description="text prompts: as the tokenizer does by default")] = True
     expect: Expect | None = None
+
+
+class LogprobsRequest(LogprobsOptions):
+    """Either `prompt` and `completions` (one group), or `groups`."""
+
+    prompt: TextOrIds | None = None
+    completions: list[TextOrIds] | None = None
+    candidate_ids: Annotated[
+        list[CandidateIds] | None, Field(description="beside `prompt`; in a group, beside its own prompt")
+    ] = None
+    groups: list[Group] | None = None
 
     @model_validator(mode="after")
     def one_form(self) -> Self:
@@ -138,6 +149,11 @@ class LogprobsRequest(_Strict):
         if self.groups is None and (self.prompt is None or self.completions is None):
             raise PydanticCustomError("form", "give prompt and completions, or groups")
         return self
+
+    def without_tokens(self) -> LogprobsOptions:
+        """What a reply needs of the request."""
+        fields = LogprobsOptions.model_fields
+        return LogprobsOptions.model_construct(**{name: getattr(self, name) for name in fields})
 
     def all_groups(self) -> list[Group]:
         """The groups, whichever form they came in."""

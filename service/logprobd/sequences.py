@@ -9,6 +9,7 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
 MAX_TOP_LOGPROBS = 256
+MAX_CANDIDATES = 256  # of a completion token: what a chunk of rows is asked for stays bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,14 @@ class Options:
     """What to compute for a sequence beside its logprobs.
 
     `temperature` divides the logits before they are normalized; `top_logprobs` is the number of most
-    likely tokens to return at each position; `entropy` is in nats.
+    likely tokens to return at each position; `entropy` is in nats; `ranks` asks for each token's place among all
+    tokens, most likely first.
     """
 
     temperature: float = 1.0
     top_logprobs: int = 0
     entropy: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +57,9 @@ class Scores:
     """The answer to one sequence of n completion tokens.
 
     Shapes: `logprobs` (n,), `entropy` (n,) or None, `top_ids` and `top_logprobs` (n, k) or None,
-    `candidate_logprobs` (sum of the candidates' lengths,) or None. A probability of zero is -inf here.
-    `computed_tokens` counts the tokens that went through the model for this sequence: what it shares
-    with another sequence of its batch is counted for one of them only.
+    `candidate_logprobs` (sum of the candidates' lengths,) or None, `ranks` (n,) or None: 1 is the most likely. A
+    probability of zero is -inf here. `computed_tokens` counts the tokens that went through the model for this
+    sequence: what it shares with another sequence of its batch is counted for one of them only.
     """
 
     logprobs: FloatArray
@@ -65,6 +68,7 @@ class Scores:
     top_logprobs: FloatArray | None
     candidate_logprobs: FloatArray | None
     computed_tokens: int
+    ranks: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -17,15 +18,28 @@ Precision = Literal["auto", "float32", "bfloat16", "float16", "autocast"]
 HeadPrecision = Literal["auto", "model", "float32"]
 
 
+MaxBatchTokens = Annotated[
+    int | None,
+    Field(description="tokens that make a batch full; without it, what a pass may have under the limit", ge=1),
+]
+ApiKey = Annotated[
+    SecretStr | None, Field(description="key, or several comma separated, that requests must bring; a client's is one")
+]
+
+
 def default_cache_dir() -> Path:
     """The user's cache, where the XDG base directory specification puts it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logprobd"
 
 
-class ModelSettings(BaseSettings):
-    """Which model, and how it is computed."""
+class CommandSettings(BaseSettings):
+    """What the options of all commands have in common."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+
+class ModelSettings(CommandSettings):
+    """Which model, and how it is computed."""
 
     model: Annotated[
         str | None, Field(description="folder, GGUF file or Hub id; without it, the embedded SmolLM2-135M-Instruct")
@@ -109,13 +123,13 @@ class ServeSettings(ModelSettings):
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
-    max_batch_tokens: Annotated[
-        int | None,
-        Field(description="tokens that make a batch full; without it, what a pass may have under the limit", ge=1),
-    ] = None
+    max_batch_tokens: MaxBatchTokens = None
     max_sequence_tokens: Annotated[
         int | None, Field(description="longest prompt and completion together; the model's context without it", ge=2)
     ] = None
+    max_request_sequences: Annotated[
+        int, Field(description="completions of one request; more are refused, to be sent in parts", ge=1)
+    ] = 131_072
     max_body_bytes: Annotated[int, Field(description="largest request body", ge=1)] = 64 << 20
     max_queued_tokens: Annotated[
         int, Field(description="tokens waiting or running before new requests get a 429", ge=1)
@@ -124,25 +138,55 @@ class ServeSettings(ModelSettings):
     drain_timeout: Annotated[float, Field(description="seconds for accepted requests to finish on SIGTERM", ge=0)] = (
         30.0
     )
+    worker_deadline: Annotated[
+        float,
+        Field(
+            description="least seconds until a worker that does not answer is replaced; else 30 times as long as usual",
+            gt=0,
+        ),
+    ] = 30.0
     no_auth: Annotated[bool, Field(description="listen on a public address without an API key")] = False
     log_format: Annotated[Literal["console", "json"], Field(description="how log lines look")] = "console"
-    api_key: Annotated[
-        SecretStr | None, Field(description="key, or several comma separated, that requests must bring")
+    api_key_file: Annotated[Path | None, Field(description="file with such keys, one a line")] = None
+    admin_key_file: Annotated[Path | None, Field(description="file with keys for /admin, one a line")] = None
+    api_key: ApiKey = None
+    admin_key: Annotated[
+        SecretStr | None, Field(description="key, or several comma separated, that requests to /admin must bring")
     ] = None
 
-    @property
+    @field_validator("api_key_file", "admin_key_file")
+    @classmethod
+    def has_keys(cls, file: Path | None) -> Path | None:
+        if file is not None and not keys_in(None, file):
+            raise ValueError(f"{file} has no key in it, or cannot be read")
+        return file
+
+    @cached_property
     def api_keys(self) -> tuple[str, ...]:
         """The keys that open the service; empty where none is asked for."""
-        given = "" if self.api_key is None else self.api_key.get_secret_value()
-        return tuple(key.strip() for key in given.split(",") if key.strip())
+        return keys_in(self.api_key, self.api_key_file)
+
+    @cached_property
+    def admin_keys(self) -> tuple[str, ...]:
+        """The keys that open /admin; where there is none, there is no /admin."""
+        return keys_in(self.admin_key, self.admin_key_file)
 
     @model_validator(mode="after")
     def is_not_open_to_the_world(self) -> Self:
         if not self.api_keys and not self.no_auth and not is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host} is reachable from outside: set LOGPROBD_API_KEY, or give --no-auth to go without"
+                f"--host {self.host} is reachable from outside: set LOGPROBD_API_KEY (or --api-key-file), or give "
+                "--no-auth to go without"
             )
         return self
+
+
+def keys_in(given: SecretStr | None, file: Path | None = None) -> tuple[str, ...]:
+    """Keys, comma separated in a variable and one a line in a file."""
+    text = "" if given is None else given.get_secret_value().replace(",", "\n")
+    with suppress(OSError):
+        text += "\n" + ("" if file is None else file.read_text())
+    return tuple(key.strip() for key in text.splitlines() if key.strip())
 
 
 def is_loopback(host: str) -> bool:
@@ -152,5 +196,5 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "admin_key"})
 """Options that come from the environment only: a flag would show in the list of processes."""

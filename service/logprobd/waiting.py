@@ -4,7 +4,7 @@ Jobs take turns, a job's turn is a prompt with all that waits for it (from whate
 whose sequences would fit whole into the next batch is not torn apart to fill up this one.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 
 from logprobd.messages import Layout
@@ -23,16 +23,21 @@ class Job:
     costs: list[int] = field(init=False)
     tokens: int = field(init=False)  # all costs together
     pending: OrderedDict[bytes, deque[int]] = field(init=False)
+    completion_tokens: dict[bytes, int] = field(init=False)  # that wait, by prompt
     outcomes: list[Outcome | None] = field(init=False)
     num_unanswered: int = field(init=False)
+    admitted_at: float = 0.0  # seconds of a clock that is not this module's; 0.0: not yet
+    started_at: float = 0.0
+    answered_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pending, self.costs = OrderedDict(), []
+        self.pending, self.costs, self.completion_tokens = OrderedDict(), [], defaultdict(int)
         keys: dict[int, bytes] = {}
         for index, sequence in enumerate(self.sequences):
             key = keys.get(id(sequence.prompt)) or keys.setdefault(id(sequence.prompt), sequence.prompt.tobytes())
             self.costs.append(len(sequence.completion) + (0 if key in self.pending else len(sequence.prompt)))
             self.pending.setdefault(key, deque()).append(index)
+            self.completion_tokens[key] += len(sequence.completion)
         self.tokens = sum(self.costs)
         self.outcomes = [None] * len(self.sequences)
         self.num_unanswered = len(self.sequences)
@@ -121,7 +126,7 @@ class Waiting:
         for key, indices in job.pending.items():
             prompt = self._prompts.setdefault(key, _Prompt(len(job.sequences[indices[0]].prompt)))
             prompt.members[job] = indices
-            prompt.tokens += sum(len(job.sequences[index].completion) for index in indices)
+            prompt.tokens += job.completion_tokens[key]
         if job.pending:
             self._jobs[job] = None
 
@@ -129,7 +134,7 @@ class Waiting:
         """Take a job's waiting sequences out; returns their indices."""
         removed = [index for indices in job.pending.values() for index in indices]
         for key in list(job.pending):
-            self._prompts[key].tokens -= sum(len(job.sequences[i].completion) for i in job.pending[key])
+            self._prompts[key].tokens -= job.completion_tokens[key]
             self._forget(job, key)
         return removed
 
@@ -180,6 +185,7 @@ class Waiting:
                     return False
                 batch.add(key, entry)
                 prompt.tokens -= len(entry.sequence.completion)
+                job.completion_tokens[key] -= len(entry.sequence.completion)
                 indices.popleft()
             self._forget(job, key)
         return True

@@ -13,9 +13,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parents[1] / "clients"))
 
-from logprobd.supervisor import REPRODUCIBLE_MKL  # noqa: E402 - found through the path above
+from logprobd.own_process import REPRODUCIBLE_MKL  # noqa: E402 - found through the path above
 
-NAMES = ("seed", "trainer", "growth", "precision", "longest", "packing", "exactness")
+NAMES = ("seed", "trainer", "growth", "precision", "longest", "packing", "exactness", "encoding", "event_loop")
 
 
 def main() -> None:

@@ -103,6 +103,7 @@ def work_of(name: str, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Te
         temperatures=np.ones(count, dtype=np.float32),
         entropy=np.zeros(count, dtype=bool),
         top_logprobs=np.zeros(count, dtype=np.int32),
+        ranks=np.zeros(count, dtype=bool),
         candidate_ids=np.zeros(0, dtype=np.int32),
         candidate_owners=np.zeros(0, dtype=np.int32),
     )

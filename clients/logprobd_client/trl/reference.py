@@ -1,6 +1,5 @@
 """A service in the place of a reference model: one call a batch, in a thread, bounded in time, one model throughout."""
 
-import inspect
 import time
 import weakref
 from collections.abc import Sequence
@@ -8,7 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from logprobd_client.client import Client, Result
+from logprobd_client.client import Client
+from logprobd_client.results import Result
 from logprobd_client.trl.identity import Identity, ReferenceIdentityCallback
 from logprobd_client.trl.waiting import in_thread, within
 
@@ -70,10 +70,7 @@ def client_of(urls: str | Sequence[str], timeout: float, rank: int) -> Client:
     if not isinstance(urls, str):
         first = rank % len(urls)
         bases = [*urls[first:], *urls[:first]]
-    # A client that does not retry has no such bound to be told.
-    retrying = {"retry_for": timeout} if "retry_for" in inspect.signature(Client).parameters else {}
-    options: Any = {"timeout": timeout, **retrying}
-    return Client(bases, **options)
+    return Client(bases, timeout=timeout, retry_for=timeout)
 
 
 def timeout_within(wanted: float | None, ddp_timeout: float) -> float:

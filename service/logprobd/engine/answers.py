@@ -19,6 +19,7 @@ def nothing_to_score(sequence: Sequence) -> Scores:
         top_logprobs=np.zeros((0, k), dtype=np.float32) if k else None,
         candidate_logprobs=none if sequence.candidates is not None else None,
         computed_tokens=0,
+        ranks=np.zeros(0, dtype=np.int32) if sequence.options.ranks else None,
     )
 
 
@@ -38,6 +39,7 @@ def targets_of(sequences: list[Sequence], rows: Seq[IntArray]) -> Targets:
         temperatures=np.repeat(np.array([o.temperature for o in options]), lengths),
         entropy=np.repeat(np.array([o.entropy for o in options]), lengths),
         top_logprobs=np.repeat(np.array([o.top_logprobs for o in options], dtype=np.int32), lengths),
+        ranks=np.repeat(np.array([o.ranks for o in options]), lengths),
         candidate_ids=np.concatenate([c.ids for _, c in asked] or nothing),
         candidate_owners=np.concatenate(
             [np.repeat(np.arange(len(c.lengths)) + start, c.lengths).astype(np.int32) for start, c in asked] or nothing
@@ -72,4 +74,5 @@ def outcome_of(selected: Selected, sequence: Sequence, tokens: slice, candidates
         top_logprobs=selected.top_logprobs[tokens, :k] if k else None,
         candidate_logprobs=None if sequence.candidates is None else selected.candidate_logprobs[candidates],
         computed_tokens=computed,
+        ranks=selected.ranks[tokens] if sequence.options.ranks else None,
     )

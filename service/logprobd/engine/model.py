@@ -81,7 +81,8 @@ def load(settings: ModelSettings, device: torch.device, tell: Callable[[str], No
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ModelRefusedError(f"{source.name} cannot be loaded: {one_line(error)}") from error
+        hint = "" if "trust_remote_code" not in str(error) else "; --trust-remote-code runs it, if you trust it"
+        raise ModelRefusedError(f"{source.name} cannot be loaded: {one_line(error)}{hint}") from error
     model, loading = read
     refuse_missing(source, loading)
     return describe(prepare(model, device), source, settings, device, load_tokenizer(source, settings))

@@ -35,8 +35,8 @@ class Targets:
     """The tokens to score, n of them, each predicted from one hidden row.
 
     Shapes (n,): `rows` (index into the hidden states), `ids`, `temperatures`, `entropy` (is it wanted),
-    `top_logprobs` (how many). Shapes (m,): `candidate_ids` and `candidate_owners`, the token (0 ... n-1)
-    at whose position each is asked for.
+    `top_logprobs` (how many), `ranks` (are they wanted). Shapes (m,): `candidate_ids` and `candidate_owners`, the
+    token (0 ... n-1) at whose position each is asked for.
     """
 
     rows: IntArray
@@ -44,6 +44,7 @@ class Targets:
     temperatures: FloatArray
     entropy: NDArray[np.bool_]
     top_logprobs: IntArray
+    ranks: NDArray[np.bool_]
     candidate_ids: IntArray
     candidate_owners: IntArray
 
@@ -52,7 +53,7 @@ class Targets:
 class Selected:
     """The answers, in the order of the targets.
 
-    Shapes: `logprobs` and `entropy` (n,), `top_ids` and `top_logprobs` (n, largest k),
+    Shapes: `logprobs`, `entropy` and `ranks` (n,), `top_ids` and `top_logprobs` (n, largest k),
     `candidate_logprobs` (m,). All of a row's logprobs are NaN where the model gave NaN or +inf.
     """
 
@@ -61,6 +62,7 @@ class Selected:
     top_ids: IntArray
     top_logprobs: FloatArray
     candidate_logprobs: FloatArray
+    ranks: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,8 @@ def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int
     """Score `targets` from the hidden states of forward passes, `chunk_rows` rows of logits at a time."""
     rows, temperatures, pair_of_token = distinct_pairs(targets)
     tokens = _Asked(pair_of_token, targets.ids, device)
+    ranked = np.flatnonzero(targets.ranks)
+    ranks = _Ranked(pair_of_token[ranked], targets.ids[ranked], device)
     candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, device)
     by_pair = _ByPair(
         maximum_by(pair_of_token, targets.top_logprobs, len(rows)),
@@ -88,6 +92,7 @@ def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int
             pairs = slice(start, min(start + chunk_rows, end))
             chunk = _Chunk(start, pairs.stop, normalized(head, states, rows[pairs] - first, temperatures[pairs]))
             tokens.take(chunk)
+            ranks.take(chunk)
             candidates.take(chunk)
             by_pair.take(chunk)
     return Selected(
@@ -96,7 +101,15 @@ def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int
         top_ids=by_pair.top_ids.cpu().numpy()[pair_of_token],
         top_logprobs=by_pair.top_logprobs.cpu().numpy()[pair_of_token],
         candidate_logprobs=candidates.in_order_asked(),
+        ranks=spread(ranked, ranks.in_order_asked(), len(targets.ids)),
     )
+
+
+def spread(places: NDArray[np.int64], ranks: FloatArray, length: int) -> IntArray:
+    """Ranks (length,), where they were asked for; 0 elsewhere."""
+    everywhere = np.zeros(length, dtype=np.int32)
+    everywhere[places] = ranks
+    return everywhere
 
 
 def distinct_pairs(targets: Targets) -> tuple[NDArray[np.int64], FloatArray, NDArray[np.int64]]:
@@ -141,17 +154,34 @@ class _Asked:
         self._pairs = pairs[self._order]
         self._device_pairs = torch.from_numpy(self._pairs).to(device)
         self._ids = torch.from_numpy(ids[self._order].astype(np.int64)).to(device)
-        self._logprobs = torch.empty(len(ids), dtype=torch.float32, device=device)
+        self._answers = torch.empty(len(ids), dtype=torch.float32, device=device)
 
     def take(self, chunk: _Chunk) -> None:
         begin, end = np.searchsorted(self._pairs, (chunk.start, chunk.end)).tolist()
         local = self._device_pairs[begin:end] - chunk.start
-        self._logprobs[begin:end] = chunk.logprobs[local, self._ids[begin:end]]
+        self._answers[begin:end] = self._answer(chunk.logprobs, local, self._ids[begin:end])
+
+    def _answer(self, logprobs: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return logprobs[rows, ids]
 
     def in_order_asked(self) -> FloatArray:
-        logprobs = np.empty(len(self._order), dtype=np.float32)
-        logprobs[self._order] = self._logprobs.cpu().numpy()
-        return logprobs
+        answers = np.empty(len(self._order), dtype=np.float32)
+        answers[self._order] = self._answers.cpu().numpy()
+        return answers
+
+
+class _Ranked(_Asked):
+    """Tokens whose rank is wanted: 1 and the number of tokens that are likelier (exact in float32 up to 2**24)."""
+
+    def _answer(self, logprobs: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # A few rows at a time: many tokens may follow one row.
+        few = max(1, TOP_ENTRIES // logprobs.shape[1])
+        own = logprobs[rows, ids]
+        likelier = [
+            (logprobs[some] > limits[:, None]).sum(dim=-1)
+            for some, limits in zip(rows.split(few), own.split(few), strict=True)
+        ]
+        return torch.cat(likelier) + 1 if likelier else own
 
 
 class _ByPair:

@@ -7,23 +7,27 @@ end is closed, so it never outlives the service.
 import os
 import signal
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import Queue
 from threading import Thread
+from traceback import print_exception
 from typing import Any
 
 import torch
 import transformers
 
-from logprobd.engine.memory import plan_memory
+from logprobd.engine.memory import costly_batch, plan_memory
 from logprobd.engine.meter import Meter, meter_of
 from logprobd.engine.model import ModelRefusedError, find_device, load
 from logprobd.engine.scorer import Scorer
 from logprobd.engine.selftest import choose_scorer
 from logprobd.messages import Loading, Ready, Refused, Scored, Start
-from logprobd.sequences import Sequence
+from logprobd.sequences import Failure, Outcome, Sequence
+
+PROBE_TOKENS = 256
 
 
 def main(fd: int) -> None:
@@ -55,9 +59,19 @@ def prepare(connection: "Connection[Any, Any]", start: Start) -> tuple[Scorer, M
     except ModelRefusedError as error:
         connection.send(Refused(str(error)))
         return None
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    connection.send(Ready(loaded.info, loaded.tokenizer, selftest, str(device), plan, versions))
+    # A plain str: torch's own class would have whoever reads it import torch.
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    speed = seconds_per_token(scorer)
+    connection.send(Ready(loaded.info, loaded.tokenizer, selftest, str(device), plan, speed, versions))
     return scorer, meter
+
+
+def seconds_per_token(scorer: Scorer) -> float:
+    """What a token of a costly batch takes, once kernels are warm."""
+    batch = costly_batch(scorer, min(PROBE_TOKENS, scorer.budget.tokens))
+    started = time.perf_counter()
+    scorer.score(batch)
+    return (time.perf_counter() - started) / sum(sequence.num_tokens for sequence in batch)
 
 
 def serve(connection: "Connection[Any, Any]", scorer: Scorer, meter: Meter) -> None:
@@ -66,9 +80,31 @@ def serve(connection: "Connection[Any, Any]", scorer: Scorer, meter: Meter) -> N
     Thread(target=read, args=(connection, batches), daemon=True, name="reader").start()
     with ThreadPoolExecutor(1, "writer") as writer:
         while (batch := batches.get()) is not None:
-            outcomes = tuple(scorer.score(batch))
+            outcomes = tuple(outcomes_of(scorer, batch))
             scored = Scored(outcomes, meter.used(), meter.peak(), scorer.budget.halvings)
             writer.submit(connection.send, scored).add_done_callback(end_if_lost)
+
+
+def outcomes_of(scorer: Scorer, batch: list[Sequence]) -> list[Outcome]:
+    """One outcome a sequence, also where the model's code fails on one of them: that one alone is answered with it.
+
+    What leaves the device unusable ends the process, which is then replaced.
+    """
+    try:
+        return scorer.score(batch)
+    except Exception as error:
+        if is_sticky(error):
+            raise
+        if len(batch) == 1:
+            print_exception(error)
+            return [Failure("internal", f"the model's code failed on this sequence: {type(error).__name__}")]
+    middle = len(batch) // 2
+    return outcomes_of(scorer, batch[:middle]) + outcomes_of(scorer, batch[middle:])
+
+
+def is_sticky(error: Exception) -> bool:
+    """Whether it is a fault of the device: after one, every call on a CUDA context fails."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def read(connection: "Connection[Any, Any]", batches: "Queue[list[Sequence] | None]") -> None:

@@ -1,0 +1,1 @@
+"""`logprobd score`: files of prompts and completions in, the same rows with their logprobs out."""
