@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from logprobd.engine.gguf import embedded_gguf, folder_of_gguf
 from logprobd.own_process import REPRODUCIBLE_MKL
 from logprobd.settings import default_cache_dir
-from oracle import tiny_llama
+from oracle import save_tiny_policy, tiny_llama
 from running import Running, running_service
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each has a core: threads that compete are slow
@@ -52,4 +52,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_service(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running_service(tmp_path_factory.mktemp("tiny") / "log", "--model", str(tiny_folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama on disk, with a tokenizer, for trainers."""
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def policy_service(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    log = tmp_path_factory.mktemp("reference") / "log"
+    with running_service(log, "--model", str(policy_folder), "--precision", "float32") as running:
         yield running

@@ -7,12 +7,23 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from logprobd.engine.model import LoadedModel, Source, describe, prepare
 from logprobd.engine.packing import PrefixTree
@@ -23,6 +34,8 @@ from logprobd.settings import ModelSettings
 FloatArray64 = NDArray[np.float64]
 
 CPU = torch.device("cpu")
+
+POLICY_WORDS = 97
 
 
 @contextmanager
@@ -120,6 +133,19 @@ def tiny_llama(vocab_size: int = 211, seed: int = 0, **changes: Any) -> LlamaFor
     )
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model
+
+
+def save_tiny_policy(folder: Path) -> Path:
+    """A random Llama that a trainer can load: with a tokenizer of the words w0, w1 … and its special tokens."""
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(POLICY_WORDS))]
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(words), pad_token_id=0, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
+    return folder
 
 
 def tiny_longrope_phi3(vocab_size: int = 211) -> PreTrainedModel:
