@@ -23,7 +23,6 @@ GRID = [  # prompt tokens, completions, tokens a completion
     (130, 12, 40),
     (520, 8, 64),
     (900, 4, 90),
-    (1300, 3, 70),
     (2000, 2, 50),
 ]
 
