@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import logprobd
 import logprobd_client
@@ -190,3 +191,24 @@ def test_every_dependency_is_pinned_for_the_tests() -> None:
     ]
 
     assert {requirement.partition(">=")[0].lower() for requirement in wanted if "[" not in requirement} <= pinned
+
+
+# The first versions without an advisory that matters to a service like this one.
+FIRST_SAFE = {
+    "h11": "0.16",  # CVE-2025-43859: request smuggling through malformed chunks
+    "orjson": "3.9.15",  # CVE-2024-27454: endless recursion in nested JSON
+    "pyarrow": "14.0.1",  # CVE-2023-47248: code run by a Parquet file
+    "pydantic": "2.4.0",  # CVE-2024-3772: slow regular expressions
+    "starlette": "1.0.1",  # hosts and ranges
+    "torch": "2.6",  # CVE-2025-32434: code run by weights_only
+    "transformers": "4.53",  # CVE-2025-5197 and its like: slow regular expressions
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIRST_SAFE))
+def test_floors_are_above_known_advisories(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    (floor,) = (requirement.partition(">=")[2] for requirement in wanted if requirement.startswith(name + ">="))
+
+    assert Version(floor) >= Version(FIRST_SAFE[name])
