@@ -1,6 +1,8 @@
 """The real client against the real service: nothing between the two is simulated."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ from logprobd_client import (
     TooLargeError,
     UnavailableError,
 )
-from running import WIRES, Running, free_port
+from running import ROOT, WIRES, Running, environment, free_port
 
 
 @pytest.fixture(params=WIRES, ids=["binary" if binary else "json" for binary in WIRES])
@@ -149,3 +151,13 @@ def test_an_answer_that_is_not_ours_is_shown() -> None:
     proxy = httpx.MockTransport(lambda _request: httpx.Response(502, text="Bad Gateway"))
     with Client(transport=proxy, retry_for=0) as client, pytest.raises(ApiError, match="502 : Bad Gateway"):
         client.info()
+
+
+def test_a_trainer_needs_nothing_but_the_client(tiny_service: Running) -> None:
+    """Its process can import nothing heavy; what it samples comes closer to what the service holds."""
+    script = [sys.executable, str(ROOT / "tests" / "scripted_trainer.py"), tiny_service.url]
+    lines = subprocess.run(script, env=environment(), capture_output=True, text=True, check=True, timeout=120).stdout
+    divergence = [float(line) for line in lines.split()]
+
+    assert divergence[0] > 0.2
+    assert np.mean(divergence[-3:]) < 0.3 * divergence[0]
