@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from trl import DPOConfig
@@ -126,6 +127,8 @@ def test_dpo_refuses_what_needs_a_model_here(tmp_path: Path, monkeypatch: pytest
     arguments.sync_ref_model = False
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     refused("under FSDP")
+    monkeypatch.setattr(trl, "__version__", "1.9.0")
+    refused("needs TRL 1.16 or newer; this is 1.9.0")
 
 
 def test_rows_are_split_where_the_completion_begins() -> None:

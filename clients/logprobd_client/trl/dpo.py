@@ -3,12 +3,17 @@
 from typing import Any
 
 import torch
+import trl
 from accelerate.utils import parse_flag_from_env
+from packaging.version import Version
 from trl import DPOTrainer
 
 from logprobd_client.trl.identity import COMPARED
 from logprobd_client.trl.reference import RemoteReference, Rows, Service, timeout_within
 from logprobd_client.trl.waiting import in_thread, on_all_ranks, within
+
+OLDEST = Version("1.16")
+"""Before this version the cached sums have another key, which would leave the service out."""
 
 
 class RemoteReferenceDPOMixin:
@@ -90,6 +95,8 @@ class RemoteReferenceDPOTrainer(RemoteReferenceDPOMixin, DPOTrainer):
 
 def refuse(ref_model: object, args: Any) -> None:
     """What cannot be done with a reference that is elsewhere."""
+    if Version(trl.__version__) < OLDEST:
+        raise ValueError(f"DPO with a remote reference needs TRL {OLDEST} or newer; this is {trl.__version__}")
     if ref_model is not None:
         raise ValueError("a remote reference takes the place of ref_model: leave ref_model out")
     if args is None:
