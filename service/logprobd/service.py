@@ -15,7 +15,7 @@ from logprobd.requests import BodyBudget
 from logprobd.sequences import MAX_CANDIDATES, MAX_TOP_LOGPROBS, Outcome
 from logprobd.settings import ServeSettings
 from logprobd.supervisor import Supervisor
-from logprobd.tokenizer import Tokenizer
+from logprobd.tokenizer import tokenizer_of
 from logprobd.waiting import Job
 from logprobd.worker import ModelRefused, Worker
 
@@ -64,7 +64,6 @@ class Service:
             )
         if fits < limit:
             log.warning("the memory limit allows shorter sequences only", wanted=limit, longest_sequence=fits)
-        tokenizer = None if ready.tokenizer.json is None else Tokenizer(ready.tokenizer)
         self._batcher = Batcher(
             max_batch_tokens=self.max_batch_tokens(ready),
             max_queued_tokens=self.settings.max_queued_tokens,
@@ -72,7 +71,9 @@ class Service:
             ran=self.metrics.ran,
         )
         self.ready = ready
-        self._served = ServedModel(ready.model, tokenizer, min(limit, fits), self.settings.max_request_sequences)
+        self._served = ServedModel(
+            ready.model, tokenizer_of(ready.tokenizer), min(limit, fits), self.settings.max_request_sequences
+        )
         self._parsing = Parsing(self._served, ready.tokenizer)
         return self._batcher
 

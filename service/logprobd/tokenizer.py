@@ -7,6 +7,11 @@ from logprobd.messages import TokenizerInfo
 from logprobd.sequences import IntArray
 
 
+def tokenizer_of(info: TokenizerInfo) -> "Tokenizer | None":
+    """The tokenizer, or None for a model without one."""
+    return None if info.json is None else Tokenizer(info)
+
+
 class Tokenizer:
     """The served model's tokenizer."""
 

@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from logprobd.dialects.native import parse
 from logprobd.dialects.plans import Plan, ServedModel, scores_or_raise
@@ -27,7 +27,6 @@ from logprobd.dialects.whole import (
     by_id,
     check_model,
     encode,
-    neutral,
     plan_whole,
     temperature_of,
     tokens_of,
@@ -42,6 +41,19 @@ TopK = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 class CompletionsRequest(Dialect):
     """Scoring only: what asks for generation beyond the most likely next token is refused."""
 
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SAMPLING,
+        "stream": (False,),
+        "stream_options": ({},),
+        "suffix": ("",),
+        "user": ANY,
+        "min_tokens": (0,),
+        "use_beam_search": (False,),
+        "return_token_ids": ANY,
+        "return_tokens_as_token_ids": (False,),
+        "request_id": ANY,
+    }
+
     prompt: PromptsField
     model: str | None = None
     max_tokens: AtMostOne
@@ -55,25 +67,6 @@ class CompletionsRequest(Dialect):
     def k(self) -> int:
         """The most likely tokens that are needed at each place: at least the next one itself."""
         return max(self.max_tokens, self.logprobs or 0, self.prompt_logprobs or 0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        return NEUTRAL(value)
-
-
-NEUTRAL = neutral(
-    **SAMPLING,
-    stream=(False,),
-    stream_options=({},),
-    suffix=("",),
-    user=ANY,
-    min_tokens=(0,),
-    use_beam_search=(False,),
-    return_token_ids=ANY,
-    return_tokens_as_token_ids=(False,),
-    request_id=ANY,
-)
 
 
 def plan(body: bytes, served: ServedModel) -> Plan:
@@ -133,7 +126,7 @@ def choice_of(
 ) -> dict[str, Any]:
     """One prompt's choice; `following` is the most likely next token."""
     shown = [*(tokens if request.echo else []), *([following] if following else [])]
-    strings = strings_of(shown, tokenizer)
+    strings = strings_of([token.id for token in shown], tokenizer)
     choice: dict[str, Any] = {"text": "".join(strings), "finish_reason": "length", "stop_reason": None}
     choice["logprobs"] = None if request.logprobs is None else logprobs_of(shown, strings, request.logprobs, tokenizer)
     choice["prompt_token_ids"] = [token.id for token in tokens]
@@ -158,15 +151,15 @@ def by_string(token: Token, string: str, k: int, tokenizer: Tokenizer | None) ->
     if token.logprob is None:
         return None
     top = [entry for entry in token.top[:k] if entry[0] != token.id]
-    strings = strings_of([Token(own, None, None, []) for own, _ in top], tokenizer)
+    strings = strings_of([own for own, _ in top], tokenizer)
     entries = {string: token.logprob}
     for (own, logprob), text in zip(top, strings, strict=True):
         entries[f"token_id:{own}" if text in entries else text] = logprob
     return entries
 
 
-def strings_of(tokens: list[Token], tokenizer: Tokenizer | None) -> list[str]:
+def strings_of(ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
     """Each token's text; without a tokenizer its id, as vLLM writes it."""
     if tokenizer is None:
-        return [f"token_id:{token.id}" for token in tokens]
-    return tokenizer.token_strings(np.array([token.id for token in tokens], dtype=np.int32))
+        return [f"token_id:{token_id}" for token_id in ids]
+    return tokenizer.token_strings(np.array(ids, dtype=np.int32))

@@ -59,19 +59,19 @@ def parse(body: bytes, schema: type[T]) -> T:
     return checked(value, schema)
 
 
-def checked(value: dict[str, Any], schema: type[T], param: str = "") -> T:
+def checked(value: dict[str, Any], schema: type[T]) -> T:
     """An object as a request; raises ApiError for the first thing that is wrong."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        raise invalid(error, param) from None
+        raise invalid(error) from None
 
 
-def invalid(error: ValidationError, param: str = "") -> ApiError:
+def invalid(error: ValidationError) -> ApiError:
     """The first of pydantic's complaints as an error of ours."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = first.get("ctx", {}).get("place", [])
-    path = (*([param] if param else []), *first["loc"], *(place if isinstance(place, list) else [place]))
+    path = (*first["loc"], *(place if isinstance(place, list) else [place]))
     message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
     return ApiError("invalid", f"{field_path(path) or 'body'}: {message}", param=field_path(path) or None)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from logprobd.dialects import binary, completions, native, sglang, vllm
 from logprobd.dialects.plans import Plan, ServedModel
 from logprobd.messages import TokenizerInfo
-from logprobd.tokenizer import Tokenizer
+from logprobd.tokenizer import tokenizer_of
 
 PARSERS: dict[str, Callable[[bytes, ServedModel], Plan]] = {
     "native": native.plan,
@@ -25,5 +25,4 @@ class ParseFirst:
     tokenizer: TokenizerInfo
 
     def served_model(self) -> ServedModel:
-        tokenizer = None if self.tokenizer.json is None else Tokenizer(self.tokenizer)
-        return replace(self.served, tokenizer=tokenizer)
+        return replace(self.served, tokenizer=tokenizer_of(self.tokenizer))

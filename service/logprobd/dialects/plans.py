@@ -64,11 +64,11 @@ def place_of(form: Form, group: int, completion: int | None = None) -> tuple[int
     return own if form == "single" else ("groups", group, *own)
 
 
-def places(plan: Plan) -> Iterable[str]:
-    """The field path of each completion, in order."""
+def places(plan: Plan) -> Iterable[tuple[int | str, ...]]:
+    """Where each completion stands in the body, in order."""
     for number, group in enumerate(plan.groups):
         for index in range(len(group.sequences)):
-            yield field_path(place_of(plan.form, number, index))
+            yield place_of(plan.form, number, index)
 
 
 def scores_or_raise(plan: Plan, outcomes: list[Outcome]) -> list[Scores]:
@@ -76,7 +76,8 @@ def scores_or_raise(plan: Plan, outcomes: list[Outcome]) -> list[Scores]:
     scores = []
     for place, outcome in zip(places(plan), outcomes, strict=True):
         if not isinstance(outcome, Scores):
-            raise ApiError(outcome.code, f"{place}: {outcome.message}", param=place)
+            path = field_path(place)
+            raise ApiError(outcome.code, f"{path}: {outcome.message}", param=path)
         scores.append(outcome)
     return scores
 

@@ -2,11 +2,11 @@
 
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from logprobd.dialects.native import parse
 from logprobd.dialects.plans import Plan, PlannedGroup, ServedModel, place_of, scores_or_raise
@@ -20,7 +20,6 @@ from logprobd.dialects.whole import (
     Token,
     Whole,
     encode,
-    neutral,
     plan_whole,
     temperature_of,
     tokens_of,
@@ -29,24 +28,29 @@ from logprobd.errors import ApiError, field_path
 from logprobd.sequences import MAX_TOP_LOGPROBS, IntArray, Options, Outcome, Scores
 from logprobd.tokenizer import Tokenizer
 
-SAMPLING_NEUTRAL = neutral(**SAMPLING, min_new_tokens=(0,), no_stop_trim=ANY)
-REQUEST_NEUTRAL = neutral(
-    stream=(False,), rid=ANY, log_metrics=ANY, logprob_ratio=ANY, return_hidden_states=(False,), priority=ANY
-)
-
 
 class SamplingParams(Dialect):
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SAMPLING,
+        "min_new_tokens": (0,),
+        "no_stop_trim": ANY,
+    }
+
     max_new_tokens: AtMostOne
     temperature: Temperature = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        return SAMPLING_NEUTRAL(value)
 
 
 class SglangRequest(Dialect):
     """Either `input_ids` or `text`, one or a list. Scoring only: what asks for generation is refused."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "rid": ANY,
+        "log_metrics": ANY,
+        "logprob_ratio": ANY,
+        "return_hidden_states": (False,),
+        "priority": ANY,
+    }
 
     text: PromptsField = None
     input_ids: PromptsField = None
@@ -58,11 +62,6 @@ class SglangRequest(Dialect):
     ] = None
     top_logprobs_num: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     return_text_in_logprobs: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        return REQUEST_NEUTRAL(value)
 
 
 def plan(body: bytes, served: ServedModel) -> Plan:

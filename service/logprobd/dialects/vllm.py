@@ -2,10 +2,10 @@
 
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from logprobd.dialects.native import parse
 from logprobd.dialects.plans import Plan, ServedModel, scores_or_raise
@@ -21,39 +21,41 @@ from logprobd.dialects.whole import (
     by_id,
     check_model,
     encode,
-    neutral,
     plan_whole,
     temperature_of,
     tokens_of,
 )
 from logprobd.sequences import MAX_TOP_LOGPROBS, Options, Outcome
 
-SAMPLING_NEUTRAL = neutral(**SAMPLING, min_tokens=(0,), detokenize=ANY, logprobs=(0,), output_kind=ANY)
-REQUEST_NEUTRAL = neutral(stream=(False,), stream_options=({},), request_id=ANY, priority=ANY, cache_salt=ANY)
-
 
 class SamplingParams(Dialect):
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SAMPLING,
+        "min_tokens": (0,),
+        "detokenize": ANY,
+        "logprobs": (0,),
+        "output_kind": ANY,
+    }
+
     max_tokens: AtMostOne
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="likelier tokens beside each own")]
     temperature: Temperature = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        return SAMPLING_NEUTRAL(value)
 
 
 class GenerateRequest(Dialect):
     """Scoring only: what asks for generation beyond the most likely next token is refused."""
 
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "stream_options": ({},),
+        "request_id": ANY,
+        "priority": ANY,
+        "cache_salt": ANY,
+    }
+
     token_ids: IdsField
     sampling_params: SamplingParams
     model: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        return REQUEST_NEUTRAL(value)
 
 
 def plan(body: bytes, served: ServedModel) -> Plan:

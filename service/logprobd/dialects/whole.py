@@ -4,13 +4,12 @@ A client of an engine that generates cannot ask for less than one token. Where i
 token stands at the end: it is read off the distribution behind the prompt, nothing is generated.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from logprobd.dialects.native import LOWEST
@@ -60,24 +59,6 @@ def parse_prompts(value: Any) -> Prompts:
     return Prompts([parse_text_or_ids(value)], "prompt")
 
 
-def neutral(**allowed: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """Drops options of generation that change nothing here; others of them are refused with a reason."""
-
-    def drop(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        for name, harmless in allowed.items():
-            if name in value and harmless and not any(same(value[name], one) for one in (None, *harmless)):
-                raise PydanticCustomError(
-                    "generation",
-                    "{name} asks for generation; this service scores what is given ({harmless} would do)",
-                    {"name": name, "harmless": " or ".join(map(str, harmless)), "place": name},
-                )
-        return {name: item for name, item in value.items() if name not in allowed}
-
-    return drop
-
-
 def same(value: Any, other: Any) -> bool:
     """Equal, and not merely as True equals 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
@@ -107,9 +88,28 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 class Dialect(BaseModel):
-    """A request in somebody else's words."""
+    """A request in somebody else's words, of which `NEUTRAL` says what may be left unread.
+
+    Those options of generation change nothing here at the values listed; at others they are refused with a reason.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name, harmless in cls.NEUTRAL.items():
+            if name in value and harmless and not any(same(value[name], one) for one in (None, *harmless)):
+                raise PydanticCustomError(
+                    "generation",
+                    "{name} asks for generation; this service scores what is given ({harmless} would do)",
+                    {"name": name, "harmless": " or ".join(map(str, harmless)), "place": name},
+                )
+        return {name: item for name, item in value.items() if name not in cls.NEUTRAL}
 
 
 PromptsField = Annotated[

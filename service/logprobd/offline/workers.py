@@ -12,7 +12,7 @@ from logprobd.offline.rows import Columns, Row
 from logprobd.offline.settings import ScoreSettings
 from logprobd.sequences import Failure, Outcome
 from logprobd.supervisor import Supervisor
-from logprobd.tokenizer import Tokenizer
+from logprobd.tokenizer import tokenizer_of
 from logprobd.waiting import Job, Waiting
 from logprobd.worker import Worker
 
@@ -40,8 +40,7 @@ class Workers:
         """Wait for the first worker: the others join when they are up."""
         ready = await self._supervisor.first_ready()
         limit = min(ready.model.max_positions, ready.memory.longest_sequence)
-        tokenizer = None if ready.tokenizer.json is None else Tokenizer(ready.tokenizer)
-        self._served = ServedModel(ready.model, tokenizer, limit)
+        self._served = ServedModel(ready.model, tokenizer_of(ready.tokenizer), limit)
         full = self._settings.max_batch_tokens or ready.memory.max_pass_tokens
         self.plan = plan or {"layout": ready.selftest.layout, "max_batch_tokens": full}
         return self._served
