@@ -39,6 +39,8 @@ def test_the_version_is_printed() -> None:
         (["serve", "--precision", "int8"], "--precision"),
         (["serve", "--devices", "tpu"], "--devices"),
         (["serve", "--devices", "auto,cpu"], "--devices"),
+        (["serve", "--devices", "cpu+cuda:0"], "--devices"),
+        (["serve", "--devices", "cuda:0+cuda:0"], "twice"),
         (["serve", "--request-timeout", "0"], "--request-timeout"),
         (["serve", "--log-format", "xml"], "--log-format"),
         (["serve", "--host", "0.0.0.0"], "--no-auth"),

@@ -101,4 +101,6 @@ def test_workers_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert [start.threads for start in start_messages(ModelSettings(devices="cpu,cpu"))] == [4, 4]
     assert [start.threads for start in start_messages(ModelSettings(devices="cpu"))] == [None]
+    assert [start.threads for start in start_messages(ModelSettings(devices="cpu+cpu,cpu+cpu"))] == [2, 2]
     assert [start.device for start in start_messages(ModelSettings(devices="cuda:0, cuda:1"))] == ["cuda:0", "cuda:1"]
+    assert [start.device for start in start_messages(ModelSettings(devices="cpu + cpu,cpu"))] == ["cpu+cpu", "cpu"]

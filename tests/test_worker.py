@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
+from logprobd.engine.group import Group
 from logprobd.engine.worker import read
+from logprobd.messages import Start
+from logprobd.settings import ModelSettings
 from running import Running, run_python
+
+
+def alone() -> Group:
+    return Group(Start(ModelSettings(), "cpu", None))
 
 
 def test_the_end_of_the_stream_ends_the_batches() -> None:
@@ -20,7 +27,7 @@ def test_the_end_of_the_stream_ends_the_batches() -> None:
     sender.send(["a batch"])
     sender.close()
     receiver: Connection[Any, Any] = Connection(theirs.detach())
-    read(receiver, batches)
+    read(receiver, batches, alone())
     receiver.close()
 
     assert [batches.get(timeout=5) for _ in range(2)] == [["a batch"], None]
@@ -33,7 +40,7 @@ def test_a_message_that_cannot_be_read_ends_the_batches_too() -> None:
     sender.send_bytes(b"no pickle")
 
     with Connection(theirs.detach()) as receiver, pytest.raises(UnpicklingError):
-        read(receiver, batches)
+        read(receiver, batches, alone())
     sender.close()
     assert batches.get(timeout=5) is None
 

@@ -77,7 +77,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message to a worker: what to load, where, and on how many threads (None: torch's default)."""
+    """The first message to a worker: what to load, where, and on how many threads (None: torch's default).
+
+    Several devices are joined by +.
+    """
 
     settings: ModelSettings
     device: str

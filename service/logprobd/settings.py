@@ -13,6 +13,7 @@ from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, f
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "LOGPROBD_"
+WORKER_DEVICES = r"(cpu(\+cpu)*|cuda:\d+(\+cuda:\d+)*)"  # of one worker
 
 Precision = Literal["auto", "float32", "bfloat16", "float16", "autocast"]
 HeadPrecision = Literal["auto", "model", "float32"]
@@ -47,7 +48,11 @@ class ModelSettings(CommandSettings):
     revision: Annotated[str | None, Field(description="branch, tag or commit of a Hub model")] = None
     tokenizer: Annotated[str | None, Field(description="folder or Hub id of the tokenizer, if not the model's")] = None
     devices: Annotated[
-        str, Field(description="auto, cpu, cuda:0,cuda:1 ...; one worker process each, cpu,cpu is legal")
+        str,
+        Field(
+            description="auto, cpu, cuda:0,cuda:1 ...; one worker each, cpu,cpu is legal; cuda:0+cuda:1 is one worker "
+            "whose model is spread over both"
+        ),
     ] = "auto"
     precision: Annotated[
         Precision,
@@ -80,11 +85,14 @@ class ModelSettings(CommandSettings):
     @field_validator("devices")
     @classmethod
     def are_devices(cls, devices: str) -> str:
-        names = [name.strip() for name in devices.split(",")]
-        unknown = [name for name in names if not re.fullmatch(r"cpu|cuda:\d+", name)]
-        if unknown and names != ["auto"]:
-            raise ValueError(f"expected auto, or devices such as cpu or cuda:0,cuda:1; got {devices!r}")
-        return ",".join(names)
+        names = "".join(devices.split())
+        if not re.fullmatch(rf"auto|{WORKER_DEVICES}(,{WORKER_DEVICES})*", names):
+            raise ValueError(f"expected auto, or devices such as cpu, cuda:0,cuda:1 or cuda:0+cuda:1; got {devices!r}")
+        for worker in names.split(","):
+            gpus = worker.split("+") if "cuda" in worker else []
+            if len(set(gpus)) < len(gpus):
+                raise ValueError(f"a GPU stands twice in {worker}: a model is spread over different ones")
+        return names
 
     @field_validator("memory_limit")
     @classmethod
@@ -92,6 +100,11 @@ class ModelSettings(CommandSettings):
         if limit is not None:
             parse_memory_limit(limit)
         return limit
+
+    @property
+    def all_devices(self) -> list[str]:
+        """The devices of all workers, in order; one that several processes use stands there for each of them."""
+        return re.split(r"[,+]", self.devices)
 
     @property
     def memory_bound(self) -> "MemoryLimit | None":

@@ -91,8 +91,7 @@ class Supervisor:
 
 
 def start_messages(settings: ModelSettings) -> list[Start]:
-    """One start message a device. Workers on the CPU share its cores, since threads that compete are slow."""
-    names = [name.strip() for name in settings.devices.split(",")]
-    num_cpu = names.count("cpu")
+    """One start message a worker. Processes on the CPU share its cores, since threads that compete are slow."""
+    num_cpu = settings.all_devices.count("cpu")
     threads = max(1, (os.cpu_count() or 1) // num_cpu) if num_cpu > 1 else None
-    return [Start(settings, name, threads if name == "cpu" else None) for name in names]
+    return [Start(settings, name, threads if "cpu" in name else None) for name in settings.devices.split(",")]

@@ -4,38 +4,35 @@ import sys
 
 import torch
 
-from logprobd.engine.memory import mib, plan_memory
-from logprobd.engine.meter import meter_of
-from logprobd.engine.model import ModelRefusedError, find_device, load
-from logprobd.engine.selftest import choose_scorer
-from logprobd.messages import MemoryPlan, SelfTest
+from logprobd.engine.group import Group
+from logprobd.engine.memory import mib
+from logprobd.engine.model import ModelRefusedError
+from logprobd.engine.preparing import prepare
+from logprobd.messages import MemoryPlan, SelfTest, Start
 from logprobd.settings import ModelSettings
 
 
 def run_check(settings: ModelSettings) -> int:
     """Print the verdict; 0 if the model is served exactly, 1 if it is refused."""
     try:
-        device = find_device(settings.devices.split(",")[0])
-        meter = meter_of(device)
-        loaded = load(settings, device, tell=lambda step: print(f"{step} ...", file=sys.stderr))
-        scorer, selftest = choose_scorer(loaded, alone=settings.batch_invariant)
-        plan = plan_memory(scorer, meter, settings.memory_bound)
+        start = Start(settings, settings.devices.split(",")[0], None)
+        prepared = prepare(start, Group(start).form, tell=lambda step: print(f"{step} ...", file=sys.stderr))
     except ModelRefusedError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
-    info = loaded.info
+    info = prepared.scorer.loaded.info
     lines = {
         "model": f"{info.id} ({info.family}), fingerprint {info.fingerprint}",
         "precision": f"{info.precision}, head {info.head_precision}",
-        "device": f"{device}, torch {torch.__version__}",
+        "device": f"{prepared.device}, torch {torch.__version__}",
         "vocabulary": f"{info.vocab_size} tokens",
         "context": f"{info.max_positions} tokens",
-        **selftest_lines(selftest),
-        **plan_lines(plan),
+        **selftest_lines(prepared.selftest),
+        **plan_lines(prepared.plan),
     }
     for name, value in lines.items():
         print(f"{name:<16}{value}")
-    for line in selftest.layers:
+    for line in prepared.selftest.layers:
         print(f"{'layers':<16}{line}")
     return 0
 

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from logprobd.engine.ranks import ALONE, Ranks, held, vocabulary_of
+
 
 class NoBackboneError(Exception):
     """The model has no decoder that can be told from its head."""
@@ -22,16 +24,20 @@ class ModelHead:
     """Calls the head of a causal language model on hidden rows.
 
     `dtype` runs the head in another precision than the model's (under autocast, than that), on a copy of its weight
-    where it has another dtype.
+    where it has another dtype. Of a head that is sharded over `ranks`, only the logits of this process's own part of
+    the `vocabulary` are computed.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None, ranks: Ranks = ALONE) -> None:
         self.backbone = find_backbone(model)
         self._stub = _Stub(self.backbone)
         self._model: Any = replace_module(model, self.backbone, self._stub)
         self._dtype = dtype
-        projection = model.get_output_embeddings()
-        if dtype is not None and projection is not None and projection.weight.dtype != dtype:
+        projection: Any = model.get_output_embeddings()
+        self.vocabulary = vocabulary_of(getattr(projection, "weight", None), ranks)
+        if self.vocabulary.ranks.size > 1:
+            self._model = replace_module(self._model, projection, own_part(projection, dtype))
+        elif dtype is not None and projection is not None and projection.weight.dtype != dtype:
             self._model = replace_module(self._model, projection, copy.deepcopy(projection).to(dtype))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,6 +53,17 @@ class ModelHead:
 
     def _own_precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self._dtype is None else torch.autocast(device.type, enabled=False)
+
+
+def own_part(projection: torch.nn.Linear, dtype: torch.dtype | None) -> torch.nn.Linear:
+    """The rows that this process holds of a sharded projection; transformers' own would gather all logits."""
+    weight = held(projection.weight)
+    part = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=projection.bias is not None, device="meta")
+    part.weight = torch.nn.Parameter(weight if dtype is None else weight.to(dtype), requires_grad=False)
+    if projection.bias is not None:
+        bias = held(projection.bias)
+        part.bias = torch.nn.Parameter(bias if dtype is None else bias.to(dtype), requires_grad=False)
+    return part
 
 
 class _StubOutput(BaseModelOutputWithPast):

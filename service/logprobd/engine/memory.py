@@ -48,12 +48,12 @@ class Fit:
 def plan_memory(scorer: Scorer, meter: Meter, limit: MemoryLimit | None, workers_on_device: int = 1) -> MemoryPlan:
     """Measure the scorer, bound its passes, and say what fits; raises ModelRefusedError if nothing does."""
     meter.release()
-    idle = meter.used()
-    most = limit_bytes(limit, meter, idle, workers_on_device)
+    idle = scorer.ranks.most(meter.used())
+    most = scorer.ranks.least(limit_bytes(limit, meter, idle, workers_on_device))
     meter.cap(most)
     free = most - idle
     chunk = min(HEAD_CHUNK_BYTES[scorer.device.type], max(0, free) // CHUNK_SHARE)
-    scorer.chunk_rows = rows_of_logits(chunk, scorer.loaded.info.vocab_size)
+    scorer.chunk_rows = rows_of_logits(chunk, scorer.logits_width)
     fit = measure(scorer, meter, free)
     smallest = math.ceil(fit(SMALLEST_WINDOW))
     if smallest > free:
@@ -79,7 +79,7 @@ def limit_bytes(limit: MemoryLimit | None, meter: Meter, idle: int, workers: int
 
 
 def chunk_bytes(scorer: Scorer) -> int:
-    return scorer.chunk_rows * scorer.loaded.info.vocab_size * 4
+    return scorer.chunk_rows * scorer.logits_width * 4
 
 
 def measure(scorer: Scorer, meter: Meter, free: int) -> Fit:
@@ -97,12 +97,15 @@ def measure(scorer: Scorer, meter: Meter, free: int) -> Fit:
 
 
 def taken_by(scorer: Scorer, meter: Meter, num_tokens: int) -> int:
-    """The most memory, beyond what is in use before it, while a batch is scored and its answer is written."""
+    """The most memory, beyond what is in use before it, while a batch is scored and its answer is written.
+
+    Of several processes that compute together, that of the one that takes most.
+    """
     meter.release()
     before = meter.used()
     meter.reset_peak()
     pickle.dumps(scorer.score(costly_batch(scorer, num_tokens)))
-    return max(0, meter.peak() - before)
+    return scorer.ranks.most(max(0, meter.peak() - before))
 
 
 def least_bytes(scorer: Scorer) -> int:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from logprobd.engine.gguf import embedded_gguf, folder_of_gguf
+from logprobd.engine.ranks import ALONE, Ranks, held, whole
 from logprobd.messages import ModelInfo, TokenizerInfo
 from logprobd.settings import ModelSettings
 
@@ -20,7 +22,7 @@ EMBEDDED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 UNBOUNDED_POSITIONS = 131_072  # for families without a longest sequence, such as Mamba
 # Parts of a configuration that say where a model came from, not what it computes.
-NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures")
+NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "distributed_config")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,6 +41,7 @@ class LoadedModel:
     tokenizer: TokenizerInfo
     head_dtype: torch.dtype | None
     autocast: bool
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,16 @@ def find_device(name: str) -> torch.device:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """What this process holds of the weights."""
+    return sum(held(parameter).nbytes for parameter in model.parameters())
 
 
-def load(settings: ModelSettings, device: torch.device, tell: Callable[[str], None] = print) -> LoadedModel:
+def load(
+    settings: ModelSettings, device: torch.device, tell: Callable[[str], None] = print, ranks: Ranks = ALONE
+) -> LoadedModel:
     """Load what the settings name; raises ModelRefusedError with a sentence if it cannot be.
 
-    `tell` hears of steps that take long.
+    `tell` hears of steps that take long. Of several ranks each loads its part.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -79,13 +85,28 @@ def load(settings: ModelSettings, device: torch.device, tell: Callable[[str], No
             use_safetensors=True,
             output_loading_info=True,
             **options,
+            **parts_of(ranks, source, options),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         hint = "" if "trust_remote_code" not in str(error) else "; --trust-remote-code runs it, if you trust it"
         raise ModelRefusedError(f"{source.name} cannot be loaded: {one_line(error)}{hint}") from error
     model, loading = read
     refuse_missing(source, loading)
-    return describe(prepare(model, device), source, settings, device, load_tokenizer(source, settings))
+    tokenizer = load_tokenizer(source, settings)
+    return describe(prepare(model, device), source, settings, device, tokenizer, ranks)
+
+
+def parts_of(ranks: Ranks, source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    """What has transformers spread a model over ranks, by the plan that it has for the family."""
+    if ranks.size == 1:
+        return {}
+    config = text_config(AutoConfig.from_pretrained(source.location, **options))
+    if not config.base_model_tp_plan:
+        raise ModelRefusedError(f"transformers has no plan for spreading {config.model_type} over several devices")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(config, name, None) or 0) % ranks.size:
+            raise ModelRefusedError(f"{source.name} has {name} {heads}, which {ranks.size} devices cannot share evenly")
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=ranks.size)}
 
 
 def resolve(settings: ModelSettings, tell: Callable[[str], None]) -> Source:
@@ -150,6 +171,7 @@ def describe(
     settings: ModelSettings,
     device: torch.device,
     tokenizer: TokenizerInfo,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Say what was loaded, in the words of the wire."""
     weights = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -166,7 +188,7 @@ def describe(
         max_positions=max_positions(model.config),
     )
     head_dtype = torch.float32 if head_precision != precision else None
-    return LoadedModel(model, device, info, tokenizer, head_dtype, precision == "autocast")
+    return LoadedModel(model, device, info, tokenizer, head_dtype, precision == "autocast", ranks)
 
 
 def load_tokenizer(source: Source, settings: ModelSettings) -> TokenizerInfo:
@@ -217,10 +239,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
     seen: set[int] = set()
     for name, tensor in sorted(model.state_dict().items()):
-        if not tensor.numel() or tensor.data_ptr() in seen:
+        if not tensor.numel() or held(tensor).data_ptr() in seen:
             continue
-        seen.add(tensor.data_ptr())
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {bit_sums(tensor)}".encode())
+        seen.add(held(tensor).data_ptr())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {bit_sums(whole(tensor))}".encode())
     return digest.hexdigest()
 
 

@@ -38,9 +38,12 @@ class Scorer:
         self.budget = PassBudget()
         self.release: Callable[[], None] = nothing  # give back what the allocator keeps; a meter's (see memory.py)
         self.alone = False  # each sequence in passes of its own (--batch-invariant)
-        self.head = ModelHead(loaded.model, loaded.head_dtype)
+        self.ranks = loaded.ranks
+        self.head = ModelHead(loaded.model, loaded.head_dtype, loaded.ranks)
         self._length_class = length_classes(loaded.model.config)
-        self.chunk_rows = rows_of_logits(CHUNK_BYTES, loaded.info.vocab_size)
+        # Of the logits of a sharded head, each process has its part.
+        self.logits_width = -(-loaded.info.vocab_size // self.head.vocabulary.ranks.size)
+        self.chunk_rows = rows_of_logits(CHUNK_BYTES, self.logits_width)
         self.laying: SharedLayout | PaddedLayout = (
             SharedLayout(loaded, self.head.backbone, self._length_class, backend)
             if layout == "shared"
@@ -69,7 +72,8 @@ class Scorer:
         try:
             outcomes = self._score(sequences)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            # Of several processes that compute together the others would wait for this one: all end, and start anew.
+            if not is_out_of_memory(error) or self.ranks.size > 1:
                 raise
         else:
             self.budget.held()
@@ -105,16 +109,16 @@ class Scorer:
         with self._autocast():
             laid_out = self.laying.lay_out(sequences, self.budget)
             targets = targets_of(sequences, laid_out.rows)
-            selected = select(self.head, laid_out.passes, targets, self.chunk_rows, self.device)
+            selected = select(self.head, laid_out.passes, targets, self.chunk_rows, self.device, self.head.vocabulary)
         return split(selected, sequences, laid_out.computed)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.loaded.autocast else nullcontext()
 
 
-def rows_of_logits(num_bytes: int, vocab_size: int) -> int:
-    """How many rows of float32 logits make a chunk of about so many bytes."""
-    return max(ROWS, num_bytes // (4 * vocab_size) // ROWS * ROWS)
+def rows_of_logits(num_bytes: int, width: int) -> int:
+    """How many rows of so many float32 logits make a chunk of about so many bytes."""
+    return max(ROWS, num_bytes // (4 * width) // ROWS * ROWS)
 
 
 def nothing() -> None: ...

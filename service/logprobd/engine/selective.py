@@ -5,7 +5,9 @@ Here it goes on from there: only rows that predict a completion token reach the 
 a time, so that logits of more than one chunk never exist; the logsumexp is float32 whatever the model's
 dtype; one logsumexp serves every token predicted from the same row at the same temperature; entropy,
 top-k and candidates are read off the same chunk. (Within a chunk that stays in the cache, torch's fused
-log-softmax takes two thirds of the time of its logsumexp.) Nothing is known here of prompts or packing.
+log-softmax takes two thirds of the time of its logsumexp.) Where each of several processes has the logits of a part
+of the vocabulary, a row's maximum and sum are exchanged, and the answers added up, never the logits. Nothing is known
+here of prompts or packing.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from logprobd.engine.blocks import ROWS
+from logprobd.engine.ranks import EVERY_ID, Vocabulary
 from logprobd.sequences import FloatArray, IntArray
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -67,32 +70,44 @@ class Selected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """The distinct (row, temperature) pairs `start:end` with every token's logprob, on the device."""
+    """The distinct (row, temperature) pairs `start:end` with every own token's logprob, on the device."""
 
     start: int
     end: int
-    logprobs: torch.Tensor  # (pairs, vocab_size), float32
+    logprobs: torch.Tensor  # (pairs, own ids), float32
 
 
-def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int, device: torch.device) -> Selected:
-    """Score `targets` from the hidden states of forward passes, `chunk_rows` rows of logits at a time."""
+def select(
+    head: Head,
+    passes: Iterable[Pass],
+    targets: Targets,
+    chunk_rows: int,
+    device: torch.device,
+    vocabulary: Vocabulary = EVERY_ID,
+) -> Selected:
+    """Score `targets` from the hidden states of forward passes, `chunk_rows` rows of logits at a time.
+
+    `vocabulary` is the part of it that the head gives logits of.
+    """
     rows, temperatures, pair_of_token = distinct_pairs(targets)
-    tokens = _Asked(pair_of_token, targets.ids, device)
+    tokens = _Asked(pair_of_token, targets.ids, device, vocabulary)
     ranked = np.flatnonzero(targets.ranks)
-    ranks = _Ranked(pair_of_token[ranked], targets.ids[ranked], device)
-    candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, device)
+    likelier = _Likelier(pair_of_token[ranked], targets.ids[ranked], device, vocabulary)
+    candidates = _Asked(pair_of_token[targets.candidate_owners], targets.candidate_ids, device, vocabulary)
     by_pair = _ByPair(
         maximum_by(pair_of_token, targets.top_logprobs, len(rows)),
         maximum_by(pair_of_token, targets.entropy, len(rows)),
         device,
+        vocabulary,
     )
     for first, states in passes:
         begin, end = np.searchsorted(rows, (first, first + len(states))).tolist()
         for start in range(begin, end, chunk_rows):
             pairs = slice(start, min(start + chunk_rows, end))
-            chunk = _Chunk(start, pairs.stop, normalized(head, states, rows[pairs] - first, temperatures[pairs]))
+            logprobs = normalized(head, states, rows[pairs] - first, temperatures[pairs], vocabulary)
+            chunk = _Chunk(start, pairs.stop, logprobs)
             tokens.take(chunk)
-            ranks.take(chunk)
+            likelier.take(chunk)
             candidates.take(chunk)
             by_pair.take(chunk)
     return Selected(
@@ -101,7 +116,7 @@ def select(head: Head, passes: Iterable[Pass], targets: Targets, chunk_rows: int
         top_ids=by_pair.top_ids.cpu().numpy()[pair_of_token],
         top_logprobs=by_pair.top_logprobs.cpu().numpy()[pair_of_token],
         candidate_logprobs=candidates.in_order_asked(),
-        ranks=spread(ranked, ranks.in_order_asked(), len(targets.ids)),
+        ranks=spread(ranked, likelier.in_order_asked() + 1, len(targets.ids)),
     )
 
 
@@ -127,16 +142,20 @@ def maximum_by(pair_of_token: NDArray[np.int64], values: NDArray[np.generic], nu
     return largest
 
 
-def normalized(head: Head, states: torch.Tensor, rows: NDArray[np.int64], temperatures: FloatArray) -> torch.Tensor:
-    """Run the head over some rows and normalize in float32: (rows, vocab_size).
+def normalized(
+    head: Head, states: torch.Tensor, rows: NDArray[np.int64], temperatures: FloatArray, vocabulary: Vocabulary
+) -> torch.Tensor:
+    """Run the head over some rows and normalize in float32: (rows, own ids).
 
     The row's maximum is subtracted before the division, so that no temperature overflows. The head gets whole
     multiples of rows: matrix products of one to seven rows take other kernels, which round differently.
     """
     filled = np.pad(rows, (0, -len(rows) % ROWS), mode="edge")
     logits = head(states.index_select(0, torch.from_numpy(filled).to(states.device)))[: len(rows)]
+    divisors = torch.from_numpy(temperatures).to(logits.device)
+    if vocabulary.ranks.size > 1:
+        return vocabulary.normalize(logits.float(), divisors)
     if (temperatures != 1).any():
-        divisors = torch.from_numpy(temperatures).to(logits.device)
         logits = logits.float()
         logits = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors[:, None])
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
@@ -149,12 +168,13 @@ def normalized(head: Head, states: torch.Tensor, rows: NDArray[np.int64], temper
 class _Asked:
     """Tokens whose logprob is wanted, each under a pair; sorted by pair, those of a chunk stand together."""
 
-    def __init__(self, pairs: NDArray[np.int64], ids: IntArray, device: torch.device) -> None:
+    def __init__(self, pairs: NDArray[np.int64], ids: IntArray, device: torch.device, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._order = np.argsort(pairs, kind="stable")
         self._pairs = pairs[self._order]
         self._device_pairs = torch.from_numpy(self._pairs).to(device)
         self._ids = torch.from_numpy(ids[self._order].astype(np.int64)).to(device)
-        self._answers = torch.empty(len(ids), dtype=torch.float32, device=device)
+        self._answers = torch.zeros(len(ids), dtype=torch.float32, device=device)  # of this process
 
     def take(self, chunk: _Chunk) -> None:
         begin, end = np.searchsorted(self._pairs, (chunk.start, chunk.end)).tolist()
@@ -162,32 +182,33 @@ class _Asked:
         self._answers[begin:end] = self._answer(chunk.logprobs, local, self._ids[begin:end])
 
     def _answer(self, logprobs: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return logprobs[rows, ids]
+        return self._vocabulary.pick(logprobs, rows, ids)
 
     def in_order_asked(self) -> FloatArray:
         answers = np.empty(len(self._order), dtype=np.float32)
-        answers[self._order] = self._answers.cpu().numpy()
+        answers[self._order] = self._vocabulary.ranks.add(self._answers).cpu().numpy()
         return answers
 
 
-class _Ranked(_Asked):
-    """Tokens whose rank is wanted: 1 and the number of tokens that are likelier (exact in float32 up to 2**24)."""
+class _Likelier(_Asked):
+    """Tokens of which it is wanted how many others are likelier (exact in float32 up to 2**24)."""
 
     def _answer(self, logprobs: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # A few rows at a time: many tokens may follow one row.
         few = max(1, TOP_ENTRIES // logprobs.shape[1])
-        own = logprobs[rows, ids]
+        own = self._vocabulary.ranks.add(self._vocabulary.pick(logprobs, rows, ids))
         likelier = [
             (logprobs[some] > limits[:, None]).sum(dim=-1)
             for some, limits in zip(rows.split(few), own.split(few), strict=True)
         ]
-        return torch.cat(likelier) + 1 if likelier else own
+        return torch.cat(likelier) if likelier else own
 
 
 class _ByPair:
     """What is read off a pair's whole distribution, for the pairs that ask for it."""
 
-    def __init__(self, top_logprobs: IntArray, entropy: IntArray, device: torch.device) -> None:
+    def __init__(self, top_logprobs: IntArray, entropy: IntArray, device: torch.device, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._wants_top, self._wants_entropy = top_logprobs > 0, entropy > 0
         num_pairs, k = len(top_logprobs), int(top_logprobs.max(initial=0))
         self.entropy = torch.zeros(num_pairs, dtype=torch.float32, device=device)
@@ -196,16 +217,29 @@ class _ByPair:
 
     def take(self, chunk: _Chunk) -> None:
         if local := self._wanted(self._wants_entropy, chunk):
-            self.entropy[[chunk.start + row for row in local]] = entropy(chunk.logprobs[local])
+            self.entropy[[chunk.start + row for row in local]] = entropy(chunk.logprobs[local], self._vocabulary)
         if local := self._wanted(self._wants_top, chunk):
             places = [chunk.start + row for row in local]
-            ids = top_ids(chunk.logprobs[local], self.top_ids.shape[1])
+            ids, logprobs = likeliest(chunk.logprobs[local], self.top_ids.shape[1], self._vocabulary)
             self.top_ids[places] = ids.int()
-            self.top_logprobs[places] = chunk.logprobs[local].gather(1, ids)
+            self.top_logprobs[places] = logprobs
 
     def _wanted(self, wants: NDArray[np.bool_], chunk: _Chunk) -> list[int]:
         local: list[int] = np.flatnonzero(wants[chunk.start : chunk.end]).tolist()
         return local
+
+
+def likeliest(logprobs: torch.Tensor, k: int, vocabulary: Vocabulary) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids (rows, k) of the k likeliest of the whole vocabulary, and their logprobs."""
+    ids = top_ids(logprobs, min(k, logprobs.shape[1]))
+    values = logprobs.gather(1, ids)
+    if vocabulary.ranks.size == 1:
+        return ids, values
+    missing = (0, k - ids.shape[1])  # of a part of fewer than k ids
+    values = vocabulary.ranks.join(torch.nn.functional.pad(values, missing, value=-torch.inf))
+    ids = vocabulary.ranks.join(torch.nn.functional.pad(ids + vocabulary.first, missing))
+    best = top_ids(values, k)  # of equals the first, which has the lower id
+    return ids.gather(1, best), values.gather(1, best)
 
 
 def top_ids(logprobs: torch.Tensor, k: int) -> torch.Tensor:
@@ -223,11 +257,12 @@ def top_ids(logprobs: torch.Tensor, k: int) -> torch.Tensor:
     return torch.cat(ids)
 
 
-def entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    """-sum p log p in nats of each row (rows, vocab_size), where 0 log 0 is 0.
+def entropy(logprobs: torch.Tensor, vocabulary: Vocabulary = EVERY_ID) -> torch.Tensor:
+    """-sum p log p in nats of each row (rows, own ids) over the whole vocabulary, where 0 log 0 is 0.
 
     The probabilities come from a softmax, which goes row by row: an elementwise exponential would round
     differently at the ends of the stretches that threads happen to get.
     """
-    probabilities = torch.softmax(logprobs, dim=-1)
-    return -(probabilities * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+    alone = vocabulary.ranks.size == 1
+    probabilities = torch.softmax(logprobs, dim=-1) if alone else logprobs.exp()
+    return -vocabulary.ranks.add((probabilities * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(dim=-1))
