@@ -9,7 +9,7 @@ from pathlib import Path
 
 from running import ROOT, environment
 
-PAGES = ("docker", "kubernetes", "tuning")
+PAGES = ("docker", "kubernetes", "tensor-parallel", "tuning")
 
 
 def page(name: str) -> str:

@@ -17,7 +17,7 @@ from pages import PAGES, all_commands, commands, page, run
 from running import ROOT
 
 # Programs that need an engine, a cluster or a server that no machine of the tests has.
-CANNOT_RUN = ("docker", "helm", "kubectl apply", "kubectl get", "kubectl --namespace")
+CANNOT_RUN = ("docker", "helm", "kubectl apply", "kubectl get", "kubectl --namespace", "logprobd serve")
 QWEN3_8B = (
     '{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, '
     '"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, '
@@ -73,7 +73,8 @@ def test_kustomize_runs(tmp_path: Path) -> None:
 
 
 def test_every_command_is_run_or_cannot_be() -> None:
-    elsewhere = ("curl", "METRICS_KEY=", "kubectl create secret", "promtool")  # in other tests, by the same lines
+    # In other tests, by the same lines.
+    elsewhere = ("curl", "METRICS_KEY=", "kubectl create secret", "promtool", "logprobd check")
     run_here = (*elsewhere, "logprobd plan", "umask", "kubectl kustomize")
     others = [command for name in PAGES for command in commands(name) if not command.startswith(run_here)]
 
@@ -94,7 +95,7 @@ def test_every_variable_and_option_that_is_named_is_one() -> None:
         variables = set(re.findall(rf"\b{ENV_PREFIX}(?!NAME\b)([A-Z_]+[A-Z])\b", page(name)))
         options = set(re.findall(r"`--([a-z-]+)", page(name)))
         assert {variable.lower() for variable in variables} <= fields, name
-        assert {option.replace("-", "_") for option in options} <= fields | {"publish", "env"}, name
+        assert {option.replace("-", "_") for option in options} <= fields | {"publish", "env", "shm_size"}, name
 
 
 def test_containers_are_run_with_ports_and_options_of_the_image() -> None:
@@ -106,6 +107,13 @@ def test_containers_are_run_with_ports_and_options_of_the_image() -> None:
         build_parser().parse_args(["serve", *words[image + 1 :]])
 
     assert len(runs) == 6
+
+
+def test_services_are_started_with_options_that_there_are() -> None:
+    started = [shlex.split(command)[1:] for command in all_commands("logprobd serve")]
+
+    assert [ServeSettings(devices=build_parser().parse_args(words).devices).devices for words in started]
+    assert len(started) == 3
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="no docker command, which would parse its options, is here")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from logprobd.messages import Start
 from logprobd.sequences import Candidates, Options, Scores, Sequence
 from logprobd.settings import ModelSettings
 from oracle import entropies, ids_of, own_distribution, tiny_llama, tiny_sizes
+from pages import page, run
 from running import Running, environment, run_cli, running_service
 
 VOCAB = 211  # odd: the parts are of unequal size
@@ -220,6 +222,15 @@ def test_a_group_answers_and_is_replaced_whole_when_one_of_it_dies(
 
         assert not psutil.wait_procs([successor], timeout=20)[1], "the second process outlived the first"
         assert logprobs(running, 1) == expected[1]
+
+
+def test_the_page_s_check_prints_what_the_page_says(tmp_path: Path) -> None:
+    ((command, shown),) = re.findall(
+        r"```sh\n(logprobd check .*?)\n```\n```\n(.*?)```", page("tensor-parallel"), re.DOTALL
+    )
+    printed = run(command, tmp_path).splitlines()
+
+    assert all(any(line.startswith(said) for line in printed) for said in shown.splitlines())
 
 
 def test_a_group_refuses_a_model_that_it_cannot_share_evenly(tmp_path: Path) -> None:
