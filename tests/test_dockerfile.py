@@ -15,7 +15,7 @@ import pytest
 from dockerfile import Build, clean_environment, environment_of_image, instructions, values
 from logprobd.auth import KEYLESS
 from logprobd.settings import ENV_PREFIX, ServeSettings
-from pages import all_commands, run
+from pages import commands, run
 from running import ROOT, Running, free_port
 
 # As `docker run --read-only --tmpfs /tmp`: $0 is the folder that stands for /tmp.
@@ -157,7 +157,7 @@ def test_the_health_check_needs_no_key() -> None:
 def test_the_container_answers_the_page_s_curls_and_drains_on_sigterm(build: Build, tmp_path: Path) -> None:
     with container(build, tmp_path / "log") as running:
         port = running.url.rpartition(":")[2]
-        curls = [command.replace("http://127.0.0.1:8000", running.url) for command in all_commands("curl")]
+        curls = [line.replace("http://127.0.0.1:8000", running.url) for line in commands("docker") if "curl" in line]
         ready, reply = (json.loads(run(command, tmp_path)) for command in curls)
         health = check_health(build, port)
         mounts = Path(f"/proc/{running.process.pid}/mounts").read_text()
