@@ -21,6 +21,7 @@ SERVICE = ROOT / "service" / "logprobd"
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"options"},
     {"offline.score"},
     {"offline.workers", "offline.remote", "offline.output"},
     {"offline.journal", "offline.survey"},
@@ -32,8 +33,10 @@ LAYERS = [
     {"dialect_routes"},
     {"scoring"},
     {"service", "auth", "logs"},
+    {"local"},
     {"large_bodies", "metrics", "timings", "tracing", "requests", "responses"},
     {"batcher", "body_process"},
+    {"admission"},
     {"dialects.parsing"},
     {"dialects.binary", "dialects.completions", "dialects.vllm", "dialects.sglang"},
     {"dialects.whole", "dialects.flat"},
@@ -73,7 +76,7 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
     "pyarrow": "offline.parquet",
     "httpx": "offline.remote",
     "tqdm": "offline.progress",
-    "pydantic": ("schemas", "settings", "plan_settings", "offline.settings", "cli", "dialects."),
+    "pydantic": ("schemas", "settings", "plan_settings", "offline.settings", "options", "cli", "dialects."),
     "pydantic_settings": "settings",
 }
 

@@ -4,32 +4,37 @@ It never sleeps to wait for company: a batch grows while the one before it runs.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
 
+from logprobd.admission import Admission
 from logprobd.errors import ApiError
 from logprobd.messages import Layout
-from logprobd.sequences import Failure, Outcome, Sequence
+from logprobd.sequences import Failure, Outcome, Scores, Sequence
 from logprobd.waiting import Entry, Job, Waiting
 
 Score = Callable[[list[Sequence]], Awaitable[list[Outcome]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ran:
-    """A batch that was answered: how long its jobs that it was the first batch of had waited, and how long it ran."""
+log = structlog.get_logger(__name__)
 
-    sequences: list[Sequence]
-    outcomes: list[Outcome]
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A batch that was answered, in numbers: of `sequence_tokens` in all, `computed_tokens` went through the model.
+
+    `queue_seconds` says how long the jobs that it was the first batch of had waited.
+    """
+
+    sequences: int
+    sequence_tokens: int
+    computed_tokens: int
+    scored_tokens: int
     queue_seconds: list[float]
     forward_seconds: float
-
-
-log = structlog.get_logger(__name__)
 
 
 class Batcher:
@@ -43,14 +48,16 @@ class Batcher:
         layout: Layout,
         ran: Callable[[Ran], None] = lambda _ran: None,
     ) -> None:
-        self.max_queued_tokens = max_queued_tokens
         self._ran = ran
-        self.tokens = 0  # admitted and not yet answered
+        self._admission = Admission(max_queued_tokens)
         self._waiting = Waiting(max_batch_tokens, layout)
         self._waiters: dict[Job, asyncio.Future[None]] = {}
         self._arrived = asyncio.Event()
-        self._tokens_per_second = 1000.0  # a guess until the first batch is measured
-        self._answered_at = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens admitted and not yet answered."""
+        return self._admission.tokens
 
     @property
     def num_jobs(self) -> int:
@@ -64,7 +71,7 @@ class Batcher:
 
     async def submit(self, job: Job) -> list[Outcome]:
         """All outcomes of a job, in order. Cancelling the call takes its waiting sequences out of the queue."""
-        self._admit(job)
+        self._admission.take(job.tokens)
         job.admitted_at = time.perf_counter()
         waiter = self._waiters[job] = asyncio.get_running_loop().create_future()
         try:
@@ -74,25 +81,10 @@ class Batcher:
             self._settle_if_answered(job)
             await waiter
         finally:
-            self.tokens -= sum(job.costs[index] for index in self._waiting.remove(job))
+            self._admission.tokens -= sum(job.costs[index] for index in self._waiting.remove(job))
             self._waiters.pop(job, None)
             job.answered_at = time.perf_counter()
         return job.all_outcomes()
-
-    def _admit(self, job: Job) -> None:
-        if job.tokens > self.max_queued_tokens:
-            raise ApiError(
-                "request_too_large",
-                f"the request has {job.tokens} tokens; the limit is {self.max_queued_tokens}; send it in parts",
-            )
-        if self.tokens + job.tokens > self.max_queued_tokens:
-            raise ApiError(
-                "overloaded",
-                f"{self.tokens} tokens are queued; with the request's {job.tokens} that is more than "
-                f"{self.max_queued_tokens}",
-                retry_after=max(1, math.ceil(self.tokens / self._tokens_per_second)),
-            )
-        self.tokens += job.tokens
 
     async def serve(self, score: Score, usable: asyncio.Event, *, ahead: bool = False) -> None:
         """Feed one worker for ever, whenever it is usable: take, run, give back.
@@ -111,8 +103,8 @@ class Batcher:
             waited = [started - job.admitted_at for job in first_batches(entries, started)]
             sequences = [entry.sequence for entry in entries]
             outcomes = await self._outcomes(score, sequences)
-            seconds = self._measure(entries, started)
-            self._ran(Ran(sequences, outcomes, waited, seconds))
+            tokens = sum(entry.job.costs[entry.index] for entry in entries)
+            self._ran(counted(sequences, outcomes, waited, self._admission.measure(tokens, started)))
             self._answer(entries, outcomes)
 
     async def _outcomes(self, score: Score, sequences: list[Sequence]) -> list[Outcome]:
@@ -125,7 +117,7 @@ class Batcher:
 
     def _answer(self, entries: list[Entry], outcomes: list[Outcome]) -> None:
         for entry, outcome in zip(entries, outcomes, strict=True):
-            self.tokens -= entry.job.costs[entry.index]
+            self._admission.tokens -= entry.job.costs[entry.index]
             entry.job.answer(entry.index, outcome)
         for job in {entry.job for entry in entries}:
             self._settle_if_answered(job)
@@ -141,14 +133,6 @@ class Batcher:
         if job.num_unanswered == 0 and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _measure(self, entries: list[Entry], started: float) -> float:
-        """The seconds of a batch, which did not run until the one before had; they make the speed for Retry-After."""
-        now = time.perf_counter()
-        seconds, self._answered_at = now - max(started, self._answered_at), now
-        tokens = sum(entry.job.costs[entry.index] for entry in entries)
-        self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * tokens / max(seconds, 1e-3)
-        return seconds
-
 
 def first_batches(entries: list[Entry], started: float) -> list[Job]:
     """The jobs of which nothing ran before, which from now on have a start."""
@@ -156,3 +140,18 @@ def first_batches(entries: list[Entry], started: float) -> list[Job]:
     for job in jobs:
         job.started_at = started
     return list(jobs)
+
+
+def counted(
+    sequences: list[Sequence], outcomes: list[Outcome], queue_seconds: list[float], forward_seconds: float
+) -> Ran:
+    """The numbers of a batch."""
+    scores = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
+    return Ran(
+        sequences=len(sequences),
+        sequence_tokens=sum(sequence.num_tokens for sequence in sequences),
+        computed_tokens=sum(outcome.computed_tokens for outcome in scores),
+        scored_tokens=sum(len(outcome.logprobs) for outcome in scores),
+        queue_seconds=queue_seconds,
+        forward_seconds=forward_seconds,
+    )

@@ -6,19 +6,19 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, get_args
 
 import structlog
 import uvicorn
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from logprobd import __version__, logs, tracing
+from logprobd import __version__, logs, options, tracing
 from logprobd.app import create_app
-from logprobd.errors import field_path
+from logprobd.local import LocalBackend
 from logprobd.offline.failures import RefusedError, StoppedError
 from logprobd.offline.score import run as run_score
 from logprobd.offline.settings import ScoreSettings
@@ -32,8 +32,6 @@ GARBAGE_THRESHOLDS = (10_000, 20, 1_000)  # Python's own: 700, 10, 10
 LAST_SECONDS = 5  # after a drain, for answers that are still being written
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 
-S = TypeVar("S", bound=CommandSettings)
-
 log = structlog.get_logger(__name__)
 
 
@@ -41,15 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. What cannot start says so in one line and returns 2."""
     given = vars(build_parser().parse_args(arguments))
     command = given.pop("command")
-    refuse_unknown_variables(PlanSettings if command == "plan" else ServeSettings)
+    try:
+        options.refuse_unknown_variables(PlanSettings if command == "plan" else ServeSettings)
+        run = prepared(command, given)
+    except options.ImpossibleOptionsError as error:
+        refuse(str(error))
+    return run()
+
+
+def prepared(command: str, given: dict[str, Any]) -> Callable[[], int]:
+    """What runs a subcommand, once its options are known to be possible."""
     if command == "plan":
-        return plan(load_settings(PlanSettings, given))
+        return partial(plan, options.load(PlanSettings, given))
     if command == "check":
-        return check(load_settings(ModelSettings, given))
+        return partial(check, options.load(ModelSettings, given))
     if command == "score":
         files = given.pop("input"), given.pop("output")
-        return score(load_settings(ScoreSettings, given), *files)
-    return serve(load_settings(ServeSettings, given))
+        return partial(score, options.load(ScoreSettings, given), *files)
+    return partial(serve, options.load(ServeSettings, given))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,28 +97,6 @@ def metavar_of(field: FieldInfo) -> str:
     if float in kinds:
         return "SECONDS" if (field.description or "").startswith("seconds") else "NUMBER"
     return "N" if int in kinds else "VALUE"
-
-
-def load_settings(settings: type[S], given: dict[str, Any]) -> S:
-    """Settings from flags, then variables, then defaults; exits with 2 and one line if they are impossible."""
-    try:
-        return settings(**given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = field_path(first["loc"])
-        option = f"--{name.replace('_', '-')}: " if name else ""
-        refuse(f"{option}{first['msg'].removeprefix('Value error, ')}")
-
-
-def refuse_unknown_variables(settings: type[CommandSettings]) -> None:
-    """Exit with 2 if a LOGPROBD_ variable is neither one of a service's nor of these settings."""
-    known = {
-        ENV_PREFIX + name.upper()
-        for name in ServeSettings.model_fields | ScoreSettings.model_fields | settings.model_fields
-    }
-    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
-    if unknown:
-        refuse(f"unknown variable {', '.join(unknown)}; `logprobd COMMAND --help` lists those that there are")
 
 
 def refuse(message: str) -> NoReturn:
@@ -166,7 +151,8 @@ def serve(settings: ServeSettings) -> int:
     tracing.configure()
     log.info("starting", version=__version__, **settings.model_dump(mode="json", exclude=set(SECRETS)))
     spare_the_event_loop()
-    service = Service(settings)
+    backend = LocalBackend(settings)
+    service = Service(settings, backend)
     config = uvicorn.Config(
         create_app(service),
         settings.host,
@@ -179,7 +165,7 @@ def serve(settings: ServeSettings) -> int:
         access_log=False,
         server_header=False,
     )
-    return asyncio.run(run_until_stopped(service, _Server(config)))
+    return asyncio.run(run_until_stopped(service, backend, _Server(config)))
 
 
 def spare_the_event_loop() -> None:
@@ -189,7 +175,7 @@ def spare_the_event_loop() -> None:
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
-async def run_until_stopped(service: Service, server: "_Server") -> int:
+async def run_until_stopped(service: Service, backend: LocalBackend, server: "_Server") -> int:
     """Serve HTTP at once, while the model loads; on a signal drain first, then close."""
     loop, stop = asyncio.get_running_loop(), service.stop_asked
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -200,7 +186,8 @@ async def run_until_stopped(service: Service, server: "_Server") -> int:
     await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stopping.done():
         log.info("draining")
-        await service.drain()
+        service.draining = True
+        await backend.drain()
     server.should_exit = True
     failed = working.done() or not server.started
     await asyncio.gather(serving, return_exceptions=True)

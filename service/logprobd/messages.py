@@ -114,6 +114,21 @@ class Ready:
     versions: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as seen from outside; `memory_*` are bytes of its device, None until it has loaded its model."""
+
+    name: str
+    device: str
+    pid: int | None
+    state: str
+    restarts: int
+    memory_used: int | None
+    memory_peak: int | None
+    memory_limit: int | None
+    out_of_memory_halvings: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
     """The outcomes of one batch, in its order, and the worker's memory since it started serving, in bytes."""

@@ -7,9 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from logprobd.batcher import Ran
-from logprobd.messages import Ready
-from logprobd.sequences import Scores
-from logprobd.worker import Worker
+from logprobd.messages import Ready, WorkerStatus
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = tuple(4**power for power in range(2, 10))
@@ -19,10 +17,11 @@ SEQUENCES = tuple(4**power for power in range(8))
 class Watched(Protocol):
     """What gauges are read off."""
 
-    ready: Ready | None
+    @property
+    def ready(self) -> Ready | None: ...
 
     @property
-    def workers(self) -> list[Worker]: ...
+    def workers(self) -> list[WorkerStatus]: ...
 
     @property
     def is_ready(self) -> bool: ...
@@ -64,17 +63,15 @@ class Metrics:
 
     def ran(self, ran: Ran) -> None:
         """Count a batch."""
-        scores = [outcome for outcome in ran.outcomes if isinstance(outcome, Scores)]
-        computed = sum(outcome.computed_tokens for outcome in scores)
         self.forward_seconds.observe(ran.forward_seconds)
         for seconds in ran.queue_seconds:
             self.queue_seconds.observe(seconds)
-        self.batch_tokens.observe(computed)
-        self.batch_sequences.observe(len(ran.sequences))
-        self.sequences.inc(len(ran.sequences))
-        self.sequence_tokens.inc(sum(sequence.num_tokens for sequence in ran.sequences))
-        self.computed_tokens.inc(computed)
-        self.scored_tokens.inc(sum(len(outcome.logprobs) for outcome in scores))
+        self.batch_tokens.observe(ran.computed_tokens)
+        self.batch_sequences.observe(ran.sequences)
+        self.sequences.inc(ran.sequences)
+        self.sequence_tokens.inc(ran.sequence_tokens)
+        self.computed_tokens.inc(ran.computed_tokens)
+        self.scored_tokens.inc(ran.scored_tokens)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """Count a request."""
@@ -97,9 +94,10 @@ class _Watching:
         yield gauge("ready", "whether every worker is up and its last batch succeeded", float(watched.is_ready))
         for name, value in watched.queue.items():
             yield gauge(f"queued_{name}", "admitted and not yet answered", value)
+        limits = watched.limits
         for name in ("max_queued_tokens", "max_batch_tokens"):
-            if name in watched.limits:
-                yield gauge(name, "the limit", watched.limits[name])
+            if name in limits:
+                yield gauge(name, "the limit", limits[name])
         if watched.ready is not None:
             yield gauge("weights_version", "of the served weights", watched.ready.model.weights_version)
             yield model_info(watched.ready)
@@ -118,12 +116,14 @@ class _Watching:
             label = [worker.name]
             up.add_metric(label, float(worker.state == "ready"))
             restarts.add_metric(label, worker.restarts)
-            halvings.add_metric(label, worker.last_scored.out_of_memory_halvings if worker.last_scored else 0)
-            if worker.ready is not None:
-                idle = worker.ready.memory.idle
-                used.add_metric(label, worker.last_scored.memory_used if worker.last_scored else idle)
-                peak.add_metric(label, worker.last_scored.memory_peak if worker.last_scored else idle)
-                limit.add_metric(label, worker.ready.memory.limit)
+            halvings.add_metric(label, worker.out_of_memory_halvings)
+            for family, value in (
+                (used, worker.memory_used),
+                (peak, worker.memory_peak),
+                (limit, worker.memory_limit),
+            ):
+                if value is not None:
+                    family.add_metric(label, value)
         yield from (up, used, peak, limit, restarts, halvings)
 
 

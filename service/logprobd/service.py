@@ -1,61 +1,73 @@
-"""The service without HTTP: workers, queue and the model they serve, from start to drain."""
+"""The service without HTTP: the model that it serves, every limit, and the backend that computes."""
 
 import asyncio
-from functools import partial
+from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
-from logprobd.batcher import Batcher
+from logprobd.batcher import Ran
 from logprobd.dialects.plans import ServedModel
 from logprobd.errors import ApiError
 from logprobd.large_bodies import Parsing
-from logprobd.messages import Ready
+from logprobd.local import max_batch_tokens
+from logprobd.messages import Ready, WorkerStatus
 from logprobd.metrics import Metrics
 from logprobd.requests import BodyBudget
 from logprobd.sequences import MAX_CANDIDATES, MAX_TOP_LOGPROBS, Outcome
 from logprobd.settings import ServeSettings
-from logprobd.supervisor import Supervisor
 from logprobd.tokenizer import tokenizer_of
 from logprobd.waiting import Job
-from logprobd.worker import ModelRefused, Worker
+from logprobd.worker import ModelRefused
 
 log = structlog.get_logger(__name__)
+
+
+class Backend(Protocol):
+    """What computes: worker processes here, or replicas elsewhere."""
+
+    @property
+    def workers(self) -> list[WorkerStatus]: ...
+
+    @property
+    def is_ready(self) -> bool:
+        """All that computes is up and its last batch succeeded."""
+
+    @property
+    def queue(self) -> dict[str, int]:
+        """The requests, sequences and tokens that are admitted and not yet answered."""
+
+    async def run(self, opened: Callable[[Ready], None], ran: Callable[[Ran], None]) -> None:
+        """Work until cancelled; `opened` hears once of what is served, `ran` of every batch."""
+
+    async def score(self, job: Job) -> list[Outcome]:
+        """All outcomes of a job, in order; raises ApiError if it is not admitted, or given up."""
 
 
 class Service:
     """What the routes talk to."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, backend: Backend) -> None:
         self.settings = settings
-        self.supervisor = Supervisor(settings, settings.worker_deadline)
+        self._backend = backend
         self.bodies = BodyBudget(settings.max_body_bytes)
         self.metrics = Metrics(self)
         self.stop_asked = asyncio.Event()
-        self.draining = False
+        self.draining = False  # whoever runs the service sets it: nothing new is taken from then on
         self.ready: Ready | None = None
         self._served: ServedModel | None = None
-        self._batcher: Batcher | None = None
         self._parsing: Parsing | None = None
 
     async def run(self) -> None:
         """Serve until cancelled; raises ModelRefused if the model cannot be served."""
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.supervisor.run())
-                ready = await self.supervisor.first_ready()
-                batcher = self._open(ready)
-                for worker in self.supervisor.workers:
-                    for ahead in (False, True):
-                        score = partial(self.supervisor.score, worker)
-                        group.create_task(batcher.serve(score, worker.usable, ahead=ahead))
-        except* ModelRefused as refused:
-            raise refused.exceptions[0] from None
+            await self._backend.run(self._open, self.metrics.ran)
         finally:
             if self._parsing is not None:
                 await self._parsing.stop()
 
-    def _open(self, ready: Ready) -> Batcher:
-        """Take requests from now on."""
+    def _open(self, ready: Ready) -> None:
+        """Take requests from now on; raises ModelRefused if the settings ask for more than the model has."""
         limit = self.settings.max_sequence_tokens or ready.model.max_positions
         fits = ready.memory.longest_sequence
         if limit > ready.model.max_positions:
@@ -64,22 +76,11 @@ class Service:
             )
         if fits < limit:
             log.warning("the memory limit allows shorter sequences only", wanted=limit, longest_sequence=fits)
-        self._batcher = Batcher(
-            max_batch_tokens=self.max_batch_tokens(ready),
-            max_queued_tokens=self.settings.max_queued_tokens,
-            layout=ready.selftest.layout,
-            ran=self.metrics.ran,
-        )
         self.ready = ready
         self._served = ServedModel(
             ready.model, tokenizer_of(ready.tokenizer), min(limit, fits), self.settings.max_request_sequences
         )
         self._parsing = Parsing(self._served, ready.tokenizer)
-        return self._batcher
-
-    def max_batch_tokens(self, ready: Ready) -> int:
-        """The tokens that make a batch full: as set, or what a pass may have."""
-        return self.settings.max_batch_tokens or ready.memory.max_pass_tokens
 
     @property
     def served(self) -> ServedModel:
@@ -104,19 +105,17 @@ class Service:
         return parsing
 
     @property
-    def workers(self) -> list[Worker]:
-        return self.supervisor.workers
+    def workers(self) -> list[WorkerStatus]:
+        return self._backend.workers
 
     @property
     def is_ready(self) -> bool:
-        return self.ready is not None and self.supervisor.is_ready and not self.draining
+        return self.ready is not None and self._backend.is_ready and not self.draining
 
     @property
     def queue(self) -> dict[str, int]:
         """What is admitted and not yet answered."""
-        batcher = self._batcher
-        counts = (batcher.num_jobs, batcher.num_sequences, batcher.tokens) if batcher else (0, 0, 0)
-        return dict(zip(("requests", "sequences", "tokens"), counts, strict=True))
+        return self._backend.queue
 
     @property
     def limits(self) -> dict[str, int | float]:
@@ -126,7 +125,7 @@ class Service:
         if self.ready is not None and self._served is not None:
             limits = {
                 "max_sequence_tokens": self._served.max_sequence_tokens,
-                "max_batch_tokens": self.max_batch_tokens(self.ready),
+                "max_batch_tokens": max_batch_tokens(settings, self.ready),
                 "max_top_logprobs": min(MAX_TOP_LOGPROBS, self.ready.model.vocab_size),
                 "vocab_size": self.ready.model.vocab_size,
             }
@@ -141,30 +140,18 @@ class Service:
 
     async def score(self, job: Job) -> list[Outcome]:
         """All outcomes of a job."""
-        assert self._batcher is not None, "a job for a service that is not open. This is a bug."
-        return await self._batcher.submit(job)
-
-    async def drain(self) -> None:
-        """Take no new requests, and return when those accepted are answered or the time for it is over."""
-        self.draining = True
-        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        while self._batcher is not None and self._batcher.num_jobs:
-            if asyncio.get_running_loop().time() >= deadline:
-                log.warning("drain timeout passed", unanswered_requests=self._batcher.num_jobs)
-                self._batcher.give_up(ApiError("draining", "the service stopped before this request was answered"))
-                return
-            await asyncio.sleep(0.05)
+        return await self._backend.score(job)
 
 
-def describe_worker(worker: Worker) -> dict[str, object]:
+def describe_worker(worker: WorkerStatus) -> dict[str, object]:
     described: dict[str, object] = {
         "name": worker.name,
-        "device": worker.start_message.device,
+        "device": worker.device,
         "pid": worker.pid,
         "state": worker.state,
         "restarts": worker.restarts,
     }
-    if worker.last_scored is not None:
-        described["memory"] = {"used": worker.last_scored.memory_used, "peak": worker.last_scored.memory_peak}
-        described["out_of_memory_halvings"] = worker.last_scored.out_of_memory_halvings
+    if worker.memory_used is not None:
+        described["memory"] = {"used": worker.memory_used, "peak": worker.memory_peak}
+        described["out_of_memory_halvings"] = worker.out_of_memory_halvings
     return described

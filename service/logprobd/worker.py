@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import structlog
 
-from logprobd.messages import Loading, Ready, Refused, Scored, Start
+from logprobd.messages import Loading, Ready, Refused, Scored, Start, WorkerStatus
 from logprobd.own_process import OwnProcess, how_it_ended, spawn
 from logprobd.sequences import Outcome, Sequence
 
@@ -60,6 +60,23 @@ class Worker:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What /info and /metrics say of it; memory is that of its idle level until a batch was scored."""
+        scored, plan = self.last_scored, None if self.ready is None else self.ready.memory
+        idle = None if plan is None else plan.idle
+        return WorkerStatus(
+            name=self.name,
+            device=self.start_message.device,
+            pid=self.pid,
+            state=self.state,
+            restarts=self.restarts,
+            memory_used=scored.memory_used if scored else idle,
+            memory_peak=scored.memory_peak if scored else idle,
+            memory_limit=None if plan is None else plan.limit,
+            out_of_memory_halvings=scored.out_of_memory_halvings if scored else 0,
+        )
 
     async def keep_alive(self) -> None:
         """Start the process, and again whenever it ends; raises ModelRefused if that is pointless."""
